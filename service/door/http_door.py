@@ -24,7 +24,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltafront.service.door.http_stream import EventStream, answer_http_1_0_without_chunks, until_disconnect
-from deltafront.service.door.openai_answers import (
+from deltafront.service.door.json_body import NotJson, UnknownModel
+from deltafront.service.door.openai.answers import (
     CHAT,
     TEXT,
     Endpoint,
@@ -36,7 +37,7 @@ from deltafront.service.door.openai_answers import (
     model_card,
     status_of,
 )
-from deltafront.service.door.openai_requests import NotJson, StreamOptions, UnknownModel
+from deltafront.service.door.openai.requests import StreamOptions
 from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter, is_open
 from deltafront.service.errors import Cancelled, DeltafrontError, Overloaded, TooSlow, Unavailable
 from deltafront.service.request.answers import GenerateFinished, RequestEvent, ServerInfo

@@ -18,7 +18,8 @@ import pytest
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.client import DeltafrontClient
-from deltafront.service.door import grpc_door, http_door, openai_requests
+from deltafront.service.door import grpc_door, http_door, json_body
+from deltafront.service.door.openai import requests as openai_requests
 from deltafront.service.door.status import OWN_STATUS
 from deltafront.service.request import places
 from deltafront.service.request.calls import MAX_MESSAGES
@@ -67,7 +68,7 @@ def test_refuses_too_many_json_values_before_parsing_them(house: House, make_htt
 
 
 def test_brackets_inside_strings_do_not_count_as_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_requests, "_MAX_VALUES", 20)
+    monkeypatch.setattr(json_body, "MAX_VALUES", 20)
     for content in ('{"a": [1, 2, 3], "b": {}}' * 100, '\\",[' * 100, "\\" * 101, "é{\n" * 50):
         request, _ = openai_requests.read_chat(chat([{"role": "user", "content": content}]), MODEL)
         assert request.prompt is not None and request.prompt.messages is not None
@@ -143,7 +144,7 @@ def test_parses_requests_outside_the_event_loop(
 
         monkeypatch.setattr(module, name, noted)
 
-    noting(openai_requests, "from_json")
+    noting(json_body, "from_json")
     noting(grpc_door, "read")
     assert post(make_http(house), chat([{"role": "user", "content": "hi"}])).status_code == 200
     assert ask(house)

@@ -15,7 +15,7 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 from tokenizers import Tokenizer, processors
 
-from deltafront.service.door import openai_requests
+from deltafront.service.door.openai import requests as openai_requests
 from deltafront.service.request.text.tokenizer import TextTokenizer
 
 from ..inprocess import House

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from deltafront.service.door.openai_answers import error_body, status_of
+from deltafront.service.door.openai.answers import error_body, status_of
 from deltafront.service.errors import Code, DeltafrontError
 from deltafront.service.request.run import attempt
 

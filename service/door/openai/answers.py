@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deltafront.service.door.openai_requests import NotJson, StreamOptions, UnknownModel, read_chat, read_text
+from deltafront.service.door.json_body import NotJson, UnknownModel
+from deltafront.service.door.openai.requests import StreamOptions, read_chat, read_text
 from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter
 from deltafront.service.errors import (
     Code,

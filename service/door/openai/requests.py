@@ -4,21 +4,19 @@ A field is refused by name if it is unknown or not supported. Null, values witho
 (`user`) are accepted. The service's own fields stand beside OpenAI's.
 """
 
-import difflib
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, FailFast, Field
 
+from deltafront.service.door.json_body import STRICT, UNSUPPORTED, BodyRules, show
 from deltafront.service.door.openai.formats import read_constraint
 from deltafront.service.door.openai.tools import call_id, read_calls, read_tools
-from deltafront.service.errors import InvalidArgument, NotFound, cut, shown
+from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import (
     AttentionMethod,
     GenerateRequest,
@@ -86,46 +84,22 @@ _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_
 """Fields of no effect."""
 _PART_LABELS = {"cache_control", "prompt_cache_breakpoint"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_UNSUPPORTED = "is not supported by this server: leave it out"
 _ONE_ANSWER = "asks for more than the limit: this server gives 1 answer a request"
 _OWN_MESSAGES = {
     "n": _ONE_ANSWER,
     "best_of": _ONE_ANSWER,
     "request_id": "is not read from the body: send the header x-request-id",
 }
-_SHOWN = 64
-"""Characters of a value that a refusal repeats."""
 _SEED_BITS = 64
 _DAY_S = 86_400.0
 _MAX_PARTS = 4096
-_MAX_ENTRIES = 256
-_LONG_FIELDS = ("messages", "prompt", "chat_template_kwargs")
-_LONGEST_NAME = 64
-_MAX_VALUES = 1 << 17
-"""JSON values of a conversation, approximately. Each takes much more memory than its bytes."""
 _MAX_TEXT_VALUES = 1 << 21
 """A completion's prompt may have a value for each token."""
-_SEPARATORS = (b",", b":", b"[", b"{")
-_QUOTE = ord('"')
-_STRING_OR_REST = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[^"]++', re.DOTALL)
-
-
-class UnknownModel(NotFound):
-    def __init__(self, wanted: str, served: str) -> None:
-        super().__init__(f"the model {shown(wanted)} is not served here, but {served!r} is")
-
-
-class NotJson(InvalidArgument):
-    """The body's content type is not JSON."""
-
-    def __init__(self, content_type: str) -> None:
-        super().__init__(
-            "", f"content-type {content_type[:_SHOWN]!r} is not read here: send application/json"
-        )
+_RULES = BodyRules(_LABELS, _NO_OP_VALUES, _OWN_MESSAGES, ("messages", "prompt", "chat_template_kwargs"))
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = STRICT
 
 
 class StreamOptions(_Strict):
@@ -181,12 +155,9 @@ class _TextFields(_CommonFields):
     add_special_tokens: bool = True
 
 
-_F = TypeVar("_F", bound=_CommonFields)
-
-
 def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
     """Parse a chat completion request. Raises InvalidArgument or UnknownModel."""
-    fields = _read(_ChatFields, body, model, _MAX_VALUES)
+    fields = _RULES.read(_ChatFields, body, model)
     check_count("messages", len(fields.messages))
     messages = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(fields.messages))
     limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
@@ -212,7 +183,7 @@ def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions |
 
 def read_text(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
     """Parse a completion request. Raises InvalidArgument or UnknownModel."""
-    fields = _read(_TextFields, body, model, _MAX_TEXT_VALUES)
+    fields = _RULES.read(_TextFields, body, model, _MAX_TEXT_VALUES)
     prompt = replace(
         _prompt(fields.prompt),
         special_tokens=SpecialTokens(fields.special_tokens),
@@ -264,87 +235,13 @@ def _retain_s(fields: _CommonFields) -> float | None:
     return _DAY_S
 
 
-def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:
-    _check_values(body, max_values)
-    try:
-        content = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidArgument("", f"the body is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InvalidArgument("", "the body must be a JSON object")
-    _check_sizes(content)
-    given = {name: value for name, value in content.items() if value is not None and name not in _LABELS}
-    for name in [name for name in given if name in _NO_OP_VALUES and name not in kind.model_fields]:
-        value = given.pop(name)
-        if not any(_same(value, no_op) for no_op in _NO_OP_VALUES[name]):
-            raise InvalidArgument(name, _OWN_MESSAGES.get(name, _UNSUPPORTED))
-    try:
-        fields = kind.model_validate(given)
-    except ValidationError as error:
-        raise _invalid(error, list(kind.model_fields)) from None
-    if fields.model != model:
-        raise UnknownModel(fields.model, model)
-    return fields
-
-
-def _check_sizes(content: Mapping[str, object]) -> None:
-    """Pydantic lists every error, which takes seconds where there may be many. Raises InvalidArgument."""
-    if len(content) > _MAX_ENTRIES:
-        raise InvalidArgument("", f"the body has {len(content)} fields: at most {_MAX_ENTRIES}")
-    for name, value in content.items():
-        if name not in _LONG_FIELDS and isinstance(value, list | dict) and len(value) > _MAX_ENTRIES:
-            raise InvalidArgument(name, f"has {len(value)} entries: at most {_MAX_ENTRIES}")
-
-
-def _same(value: object, no_op: object) -> bool:
-    """Compare as JSON: 1 is 1.0, and not true."""
-    return value == no_op and isinstance(value, bool) == isinstance(no_op, bool)
-
-
-def _check_values(body: bytes, max_values: int) -> None:
-    """Count values before they are made, but not inside strings. Raises InvalidArgument."""
-    if sum(map(body.count, _SEPARATORS)) <= max_values:
-        return
-    values = 0
-    for part in _STRING_OR_REST.finditer(body):
-        values += 1 if body[part.start()] == _QUOTE else sum(map(part.group().count, _SEPARATORS))
-        if values > max_values:
-            raise InvalidArgument("", f"the body holds too many values: at most about {max_values}")
-
-
-def _invalid(invalid: ValidationError, known: list[str]) -> InvalidArgument:
-    """Name the first wrong field. For a union's field, report the branches that got furthest."""
-    errors = invalid.errors(include_url=False)
-    of_field = [error for error in errors if error["loc"][0] == errors[0]["loc"][0]]
-    deepest = max(len(_path(error["loc"])) for error in of_field)
-    first, *others = [error for error in of_field if len(_path(error["loc"])) == deepest]
-    path = _path(first["loc"])
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    if first["type"] == "missing":
-        return InvalidArgument(name, "is missing")
-    if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(cut(name, _LONGEST_NAME), known, n=1)
-        return InvalidArgument(name, f"is not known; did you mean {near[0]!r}?" if near else _UNSUPPORTED)
-    same = [error["msg"] for error in (first, *others) if _path(error["loc"]) == path]
-    expected = " or ".join(message.removeprefix("Input should be ") for message in same)
-    return InvalidArgument(name, f"must be {expected}" if first["msg"] != expected else expected)
-
-
-def _shown(value: object) -> str:
-    return shown(value) if isinstance(value, str) else cut(repr(value), _LONGEST_NAME)
-
-
-def _path(loc: tuple[int | str, ...]) -> list[int | str]:
-    return [part for part in loc if part not in ("str", "list[str]")]
-
-
 def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read a message. OpenAI's client sends answers back with nulls and empty lists, which are ignored."""
     given = {field: value for field, value in message.items() if value is not None and value != []}
     given.pop("name", None)  # no conversation of this service has several users
     role, content = given.pop("role", None), given.pop("content", None)
     if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidArgument(f"{name}.role", f"{_shown(role)} must be one of {', '.join(_ROLES)}")
+        raise InvalidArgument(f"{name}.role", f"{show(role)} must be one of {', '.join(_ROLES)}")
     more: dict[str, Any] = {}
     if role == "assistant":
         for field in ("reasoning", "reasoning_content"):  # it is not read again
@@ -355,7 +252,7 @@ def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     if role == "tool":
         more["tool_call_id"] = call_id(f"{name}.tool_call_id", given.pop("tool_call_id", None))
     for field in given:
-        raise InvalidArgument(f"{name}.{field}", _UNSUPPORTED)
+        raise InvalidArgument(f"{name}.{field}", UNSUPPORTED)
     return {"role": role, "content": _text(f"{name}.content", content), **more}
 
 

@@ -1,0 +1,138 @@
+"""Reads JSON bodies in bounded time and memory, and refuses a wrong field by its name."""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
+
+from deltafront.service.errors import InvalidArgument, NotFound, cut, shown
+
+UNSUPPORTED = "is not supported by this server: leave it out"
+MAX_VALUES = 1 << 17
+"""JSON values of a conversation, approximately. Each takes much more memory than its bytes."""
+_MAX_ENTRIES = 256
+_LONGEST_NAME = 64
+_SEPARATORS = (b",", b":", b"[", b"{")
+_QUOTE = ord('"')
+_STRING_OR_REST = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[^"]++', re.DOTALL)
+
+
+class UnknownModel(NotFound):
+    def __init__(self, wanted: str, served: str) -> None:
+        super().__init__(f"the model {shown(wanted)} is not served here, but {served!r} is")
+
+
+class NotJson(InvalidArgument):
+    """The body's content type is not JSON."""
+
+    def __init__(self, content_type: str) -> None:
+        said = content_type[:_LONGEST_NAME]
+        super().__init__("", f"content-type {said!r} is not read here: send application/json")
+
+
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+_F = TypeVar("_F", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class BodyRules:
+    """What a body may say beside the fields of its class.
+
+    Args:
+        labels: Fields of no effect.
+        no_op_values: Fields that this service, or one of its endpoints, lacks → values that change nothing.
+        refusals: Such a field → the message for other values.
+        long_fields: Fields that may have any number of entries.
+    """
+
+    labels: Collection[str]
+    no_op_values: Mapping[str, Sequence[object]]
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    long_fields: Collection[str] = ()
+
+    def read(self, kind: type[_F], body: bytes, model: str, max_values: int = 0) -> _F:
+        """Read a body, whose class has a field `model`. Raises InvalidArgument, or UnknownModel if it asks
+        for another model than this."""
+        content = _json_object(body, max_values or MAX_VALUES)
+        self._check_sizes(content)
+        given = {
+            name: value for name, value in content.items() if value is not None and name not in self.labels
+        }
+        for name in [name for name in given if name in self.no_op_values and name not in kind.model_fields]:
+            value = given.pop(name)
+            if not any(_same(value, no_op) for no_op in self.no_op_values[name]):
+                raise InvalidArgument(name, self.refusals.get(name, UNSUPPORTED))
+        try:
+            fields = kind.model_validate(given)
+        except ValidationError as error:
+            raise _invalid(error, list(kind.model_fields)) from None
+        if given["model"] != model:
+            raise UnknownModel(given["model"], model)
+        return fields
+
+    def _check_sizes(self, content: Mapping[str, object]) -> None:
+        """Pydantic lists every error, which takes seconds where there may be many. Raises InvalidArgument."""
+        if len(content) > _MAX_ENTRIES:
+            raise InvalidArgument("", f"the body has {len(content)} fields: at most {_MAX_ENTRIES}")
+        for name, value in content.items():
+            large = isinstance(value, list | dict) and len(value) > _MAX_ENTRIES
+            if large and name not in self.long_fields:
+                raise InvalidArgument(name, f"has {len(value)} entries: at most {_MAX_ENTRIES}")  # type: ignore[arg-type]
+
+
+def show(value: object) -> str:
+    """Quote the beginning of any JSON value for an error message."""
+    return shown(value) if isinstance(value, str) else cut(repr(value), _LONGEST_NAME)
+
+
+def _json_object(body: bytes, max_values: int) -> dict[str, Any]:
+    _check_values(body, max_values)
+    try:
+        content = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidArgument("", f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidArgument("", "the body must be a JSON object")
+    return content
+
+
+def _same(value: object, no_op: object) -> bool:
+    """Compare as JSON: 1 is 1.0, and not true."""
+    return value == no_op and isinstance(value, bool) == isinstance(no_op, bool)
+
+
+def _check_values(body: bytes, max_values: int) -> None:
+    """Count values before they are made, but not inside strings. Raises InvalidArgument."""
+    if sum(map(body.count, _SEPARATORS)) <= max_values:
+        return
+    values = 0
+    for part in _STRING_OR_REST.finditer(body):
+        values += 1 if body[part.start()] == _QUOTE else sum(map(part.group().count, _SEPARATORS))
+        if values > max_values:
+            raise InvalidArgument("", f"the body holds too many values: at most about {max_values}")
+
+
+def _invalid(invalid: ValidationError, known: list[str]) -> InvalidArgument:
+    """Name the first wrong field. For a union's field, report the branches that got furthest."""
+    errors = invalid.errors(include_url=False)
+    of_field = [error for error in errors if error["loc"][0] == errors[0]["loc"][0]]
+    deepest = max(len(_path(error["loc"])) for error in of_field)
+    first, *others = [error for error in of_field if len(_path(error["loc"])) == deepest]
+    path = _path(first["loc"])
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    if first["type"] == "missing":
+        return InvalidArgument(name, "is missing")
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(cut(name, _LONGEST_NAME), known, n=1)
+        return InvalidArgument(name, f"is not known; did you mean {near[0]!r}?" if near else UNSUPPORTED)
+    same = [error["msg"] for error in (first, *others) if _path(error["loc"]) == path]
+    expected = " or ".join(message.removeprefix("Input should be ") for message in same)
+    return InvalidArgument(name, f"must be {expected}" if first["msg"] != expected else expected)
+
+
+def _path(loc: tuple[int | str, ...]) -> list[int | str]:
+    return [part for part in loc if part not in ("str", "list[str]")]
