@@ -324,6 +324,32 @@ SERVED = (
         _config("Arcee", 36, 2560, 18432, 20, 4, 128004, 65536, head_dim=128, hidden_act="relu2"),
         4.62,
     ),
+    Public(
+        "mistralai/Mixtral-8x7B-Instruct-v0.1",
+        _config("Mixtral", 32, 4096, 14336, 32, 8, 32000, 32768, num_local_experts=8, **_FULL),
+        46.7,
+    ),
+    Public(
+        "mistralai/Mixtral-8x22B-Instruct-v0.1",
+        _config("Mixtral", 56, 6144, 16384, 48, 8, 32768, 65536, num_local_experts=8, **_FULL),
+        141.0,
+    ),
+    Public(
+        "Qwen/Qwen1.5-MoE-A2.7B-Chat",
+        _config("Qwen2Moe", 24, 2048, 5632, 16, 16, 151936, 8192, moe_intermediate_size=1408),
+        14.3,
+    ),
+    Public(
+        "Qwen/Qwen2-57B-A14B-Instruct",
+        _config(
+            *("Qwen2Moe", 28, 3584, 18944, 28, 4, 151936, 32768),
+            moe_intermediate_size=2560,
+            shared_expert_intermediate_size=20480,
+            num_experts=64,
+            num_experts_per_tok=8,
+        ),
+        57.4,
+    ),
 )
 
 _EXPERTS = "a mixture of experts"
@@ -336,11 +362,6 @@ REFUSED = (
             dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192},
         ),
         reason="attention by chunks",
-    ),
-    Public(
-        "mistralai/Mixtral-8x7B-Instruct-v0.1",
-        _config("Mixtral", num_local_experts=8),
-        reason=_EXPERTS,
     ),
     Public(
         "openai/gpt-oss-20b",

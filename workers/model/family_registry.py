@@ -9,17 +9,16 @@ from deltafront.workers.model.families.family import Family, GgufNames
 from deltafront.workers.model.families.gemma3 import GEMMA3
 from deltafront.workers.model.families.glm import GLM, GLM4, GLM4_MOE
 from deltafront.workers.model.families.granite import GRANITE, GRANITE4
-from deltafront.workers.model.families.llama import ARCEE, LLAMA
+from deltafront.workers.model.families.llama import ARCEE, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from deltafront.workers.model.families.mistral import MINISTRAL3, MISTRAL
+from deltafront.workers.model.families.mixtral import MIXTRAL
 from deltafront.workers.model.families.olmo2 import OLMO2, OLMO3
-from deltafront.workers.model.families.phi3 import PHI3
-from deltafront.workers.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from deltafront.workers.model.families.seed_oss import SEED_OSS
-from deltafront.workers.model.families.smollm3 import SMOLLM3
+from deltafront.workers.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
 _OURS = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
     *(GRANITE4, GLM, GLM4, GLM4_MOE, EXAONE, EXAONE4, ARCEE, GEMMA3, OLMO3),
+    *(MIXTRAL, QWEN2_MOE),
 )
 
 FAMILIES: dict[str, Family] = {}

@@ -16,6 +16,7 @@ from deltafront.workers.model.directory.model_files import (
 from deltafront.workers.model.families.family import Family
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_GATED = "shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class MixtureConfig:
     Args:
         sigmoid: The router's probabilities are sigmoids, with a bias for the choice; otherwise a softmax.
         shared_width: Width of the shared expert, an MLP for all tokens; 0: none.
+        shared_gate: The shared expert's output is multiplied by the sigmoid of one more linear layer.
         dense_layers: Layers with an ordinary MLP, `dense_width` wide.
     """
 
@@ -40,6 +42,7 @@ class MixtureConfig:
     shared_width: int = 0
     dense_layers: tuple[int, ...] = ()
     dense_width: int = 0
+    shared_gate: bool = False
 
     def of_rank(self, ranks: int) -> MixtureConfig:
         """Return the configuration of one of `ranks` ranks."""
@@ -78,7 +81,8 @@ def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
         groups=groups,
         chosen_groups=chosen_groups,
         scale=positive_number("config.json", "routed_scaling_factor", 1.0 if scale is None else scale),
-        shared_width=width * natural(raw, "n_shared_experts"),
+        shared_width=width * natural(raw, "n_shared_experts") + natural(raw, _GATED),
+        shared_gate=natural(raw, _GATED) > 0,
         dense_layers=dense,
         dense_width=positive_int(raw, "intermediate_size") if dense else 0,
     )

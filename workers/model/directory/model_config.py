@@ -14,8 +14,9 @@ from deltafront.workers.model.layer_shares import LayerShare, balanced
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-SHARED, CHOICE_BIAS = "mlp.shared_experts", "mlp.gate.e_score_correction_bias"
-"""A layer's shared expert, and the bias of its router's choice."""
+SHARED, SHARED_GATE = "mlp.shared_experts", "mlp.shared_gate"
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+"""A layer's shared expert, its gate, and the bias of its router's choice."""
 
 Shape = tuple[int, ...]
 
@@ -248,6 +249,7 @@ class ModelConfig:
         if self.mixture is not None:
             mlp |= _linear("mlp.gate", self.mixture.experts, hidden, bias=False)
             mlp |= {CHOICE_BIAS: (self.mixture.experts,)} if self.mixture.sigmoid else {}
+            mlp |= _linear(SHARED_GATE, 1, hidden, bias=False) if self.mixture.shared_gate else {}
         for module, width in self.mlp_modules.items():
             for name, times in self.gate_up_modules.items():
                 mlp |= _linear(f"{module}.{name}", times * width, hidden, self.mlp_bias)

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ OPTIONAL: Mapping[str, Any] = {
 """Keys of config.json that only some families have → the value that changes nothing."""
 
 _LAYERS = "model.layers."
+_EXPERT = re.compile(r"experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,8 @@ class Family:
         fixed: Fields of ModelConfig that no key of config.json gives.
         keys: The family's key names in config.json → Llama's.
         layers: Prefix of a layer's tensor names, before the layer's number.
-        tensors: The family's module names, within a layer or outside → ours, as in `ModelConfig.shapes`.
+        tensors: The family's names of modules and tensors, within a layer or outside → ours, as in
+            `ModelConfig.shapes`. Braces stand for an expert's number.
         scales_by_width: Embeddings are multiplied by the square root of the hidden size.
         rotates_windows_alone: If some layers have windows, only these use RoPE.
         gguf: None: its GGUF files are not supported.
@@ -110,5 +113,8 @@ class Family:
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str:
-    old = next((module for module in modules if name.startswith(f"{module}.")), "")
-    return modules[old] + name.removeprefix(old) if old else name
+    expert = _EXPERT.search(name)
+    name = _EXPERT.sub("experts.{}.", name, count=1)
+    old = next((module for module in modules if f"{name}.".startswith(f"{module}.")), "")
+    new = modules[old] + name.removeprefix(old) if old else name
+    return new if expert is None else new.replace("{}", expert[1], 1)

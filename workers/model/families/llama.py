@@ -1,3 +1,5 @@
+"""Llama, and families that differ from it in little."""
+
 from deltafront.workers.model.families.family import Family, GgufNames
 
 _BIASES = {"attention_bias": False, "mlp_bias": False}
@@ -17,4 +19,41 @@ ARCEE = Family(
     implied=_BIASES | {"rms_norm_eps": 1e-5},
     gguf=GgufNames(architecture="arcee", permuted=True),
     note="Its MLPs have no gate, but the square of ReLU.",
+)
+PHI3 = Family(
+    name="Phi-3, Phi-3.5, Phi-4",
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    implied={"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "sliding_window": None},
+    fixed={"fused_qkv": True, "fused_gate_up": True},
+    gguf=GgufNames(
+        architecture="phi3",
+        tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        keys={"attention.sliding_window": "sliding_window"},
+    ),
+    note="LongRoPE's long factors serve all prompts, unless `model.max_position_embeddings` keeps within "
+    "the trained length: then its short ones do. transformers changes from prompt to prompt.",
+)
+SEED_OSS = Family(
+    name="Seed-OSS",
+    architecture="SeedOssForCausalLM",
+    model_type="seed_oss",
+    implied={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "head_dim": 128},
+    gguf=GgufNames(architecture="seed_oss", tensors={"post_attention_norm": "post_attention_layernorm"}),
+)
+SMOLLM3 = Family(
+    name="SmolLM3",
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    rope_theta=2_000_000.0,
+    implied={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True,
+    },
+    gguf=GgufNames(architecture="smollm3", permuted=True),
+    note="Every fourth layer is not rotated.",
 )

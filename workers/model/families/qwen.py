@@ -36,3 +36,28 @@ QWEN3_MOE = Family(
     gguf=GgufNames(architecture="qwen3moe", implied={"norm_topk_prob": True}),
     note="Adapters of experts are not read.",
 )
+QWEN2_MOE = Family(
+    name="Qwen1.5 and Qwen2, mixtures of experts",
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    implied={
+        "attention_bias": True,
+        "use_sliding_window": False,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+    },
+    fixed={"o_bias": False},
+    keys={"qkv_bias": "attention_bias"},
+    tensors={"mlp.shared_expert": "mlp.shared_experts", "mlp.shared_expert_gate": "mlp.shared_gate"},
+    gguf=GgufNames(
+        architecture="qwen2moe",
+        tensors={"ffn_gate_inp_shexp": "mlp.shared_gate"},
+        keys={"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    ),
+    note="A shared expert has a gate.",
+)

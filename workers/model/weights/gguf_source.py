@@ -55,6 +55,8 @@ _EXPERT_KEYS = {
 _GATING = {"softmax": 1, "sigmoid": 2}
 """The values of expert_gating_func."""
 
+_ROW = "mlp.shared_gate.weight"
+"""A matrix of one row, which llama.cpp stores as a vector."""
 _PREDICTING = "nextn_predict_layers"
 _PATTERN = "attention.sliding_window_pattern"
 _FREQUENCIES, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -99,12 +101,12 @@ class GgufSource:
         self.family, self._gguf = next(
             (family, names)
             for family, names in families[self._architecture]
-            if not names.told_by or self.has_field(f"{self._architecture}.{names.told_by}")
+            if not names.told_by or self.model_field(names.told_by, 0)
         )
         if not self._has_experts and (experts := int(self.model_field("expert_count", 0))):
             raise ModelError(
-                f"{self.path} is a mixture of {experts} experts of architecture {self._architecture!r}, as "
-                f"Mixtral's are, and {self.family.name} is served without experts alone"
+                f"{self.path} is a mixture of {experts} experts of architecture {self._architecture!r}, and "
+                f"{self.family.name} is served without experts alone"
             )
         self._keys = {**self._gguf.keys, **(_EXPERT_KEYS if self._has_experts else {})}
         blocks = {**_BLOCK, **(_EXPERTS if self._has_experts else {}), **self._gguf.tensors}
@@ -147,6 +149,8 @@ class GgufSource:
         if self._gguf.permuted and name.split(".")[-2] in ("q_proj", "k_proj"):
             heads = "attention.head_count" if "q_proj" in name else "attention.head_count_kv"
             data = _unpermute(data, int(self.model_field(heads, self.model_field("attention.head_count"))))
+        if name.endswith(_ROW):
+            data = data.view(1, -1)
         if self._gguf.adds_offset and name.endswith("norm.weight"):
             data = data - self.family.fixed["norm_offset"]
         return data

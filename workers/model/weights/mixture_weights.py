@@ -19,6 +19,7 @@ class MixtureWeights:
         gate_up, down: All experts' matrices, stacked by rows. Each gate is followed by its up.
         bias_E: Added to the probabilities when experts are chosen, float32.
         shared_gate_up, shared_down: The matrices of the shared expert.
+        shared_gate_1C: Its output is multiplied by the sigmoid of x · shared_gate_1Cᵀ. None: by 1.
     """
 
     config: MixtureConfig
@@ -30,13 +31,17 @@ class MixtureWeights:
     bias_E: torch.Tensor | None = None
     shared_gate_up: Linear | Fp8Linear | None = None
     shared_down: Linear | Fp8Linear | None = None
+    shared_gate_1C: torch.Tensor | None = None
 
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
         logits_TE = F.linear(x_TC.to(self.router_EC.dtype), self.router_EC)
         sum_TC = mixture(x_TC, logits_TE, self.gate_up.stored, self.down.stored, self._router)
         if self.shared_gate_up is None or self.shared_down is None:
             return sum_TC
-        return sum_TC.add_(self.shared_down(self.shared_gate_up.gated(x_TC)))
+        shared_TC = self.shared_down(self.shared_gate_up.gated(x_TC))
+        if self.shared_gate_1C is not None:
+            shared_TC = shared_TC * F.linear(x_TC, self.shared_gate_1C).sigmoid()
+        return sum_TC.add_(shared_TC)
 
     def compile(self) -> None:
         """Compile the kernels for all numbers of tokens."""

@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from deltafront.workers.model.directory.model_config import CHOICE_BIAS, EMBEDDING, HEAD, SHARED, ModelConfig
+from deltafront.workers.model.directory.model_config import (
+    CHOICE_BIAS,
+    EMBEDDING,
+    HEAD,
+    SHARED,
+    SHARED_GATE,
+    ModelConfig,
+)
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.lora import LoraAdapter
@@ -359,4 +366,5 @@ def _read_mixture(read: _Reader, prefix: str) -> MixtureWeights:
         bias_E=read.get(f"{prefix}{CHOICE_BIAS}", dtype=wide) if mixture.sigmoid else None,
         shared_gate_up=shared[0],
         shared_down=shared[1],
+        shared_gate_1C=read.get(f"{prefix}{SHARED_GATE}.weight") if mixture.shared_gate else None,
     )

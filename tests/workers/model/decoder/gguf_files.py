@@ -34,10 +34,15 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool, str]] = {
     "phi3-windows": (gguf.MODEL_ARCH.PHI3, False, "dbrx"),
     "olmo3": (gguf.MODEL_ARCH.OLMO2, False, "dbrx"),
     "ministral3": (gguf.MODEL_ARCH.MISTRAL3, True, "tekken"),
+    "mixtral": (gguf.MODEL_ARCH.LLAMA, True, "default"),
+    "qwen2-moe": (gguf.MODEL_ARCH.QWEN2MOE, False, "qwen2"),
     "arcee": (gguf.MODEL_ARCH.ARCEE, True, "llama-bpe"),
 }
 """A case, llama.cpp's architecture, whether its converter interleaves the halves of q's and k's heads, and
 its name of the family's pre-tokenizer (`default`: the vocabulary is sentencepiece's)."""
+
+
+EXPERT_COUNTS = "num_local_experts", "n_routed_experts", "num_experts"
 
 
 def stacked(tensors: Mapping[str, Any], experts: int) -> dict[str, Any]:
@@ -48,6 +53,15 @@ def stacked(tensors: Mapping[str, Any], experts: int) -> dict[str, Any]:
             all_names = [name.replace(".experts.0.", f".experts.{n}.") for n in range(experts)]
             made[name.replace(".experts.0.", ".experts.")] = torch.stack([tensors[one] for one in all_names])
     return made
+
+
+def add_experts(writer: gguf.GGUFWriter, raw: Mapping[str, Any], experts: int) -> None:
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(raw["num_experts_per_tok"])
+    if "moe_intermediate_size" in raw:
+        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in raw:
+        writer.add_expert_shared_feed_forward_length(raw["shared_expert_intermediate_size"])
 
 
 def add_glm4_moe(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
@@ -134,11 +148,8 @@ def write_gguf(
         for kind in ("long", "short"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
     _add_scales(writer, raw)
-    experts = raw.get("num_local_experts") or raw.get("n_routed_experts")
-    if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(raw["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+    if experts := next((raw[key] for key in EXPERT_COUNTS if raw.get(key)), 0):
+        add_experts(writer, raw, experts)
         tensors = stacked(tensors, experts)
     if "n_shared_experts" in raw:
         add_glm4_moe(writer, raw)
@@ -151,7 +162,7 @@ def write_gguf(
         if architecture == gguf.MODEL_ARCH.GEMMA3 and turned.endswith("norm"):
             rows = rows + 1
         known = theirs.replace("e_score_correction_bias", "e_score_correction.bias")
-        writer.add_tensor(names.get_name(known, (".weight", ".bias")), rows.numpy())
+        writer.add_tensor(names.get_name(known, (".weight", ".bias")), rows.squeeze().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -93,9 +93,9 @@ LINEAR = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
         ("llama", {**LINEAR, "factors": True}, "rope.scaling.factor = 4.0"),
         ("llama", {"rope__scaling__type": "longrope"}, "rope scaling 'longrope'"),
         (
-            "llama",
+            "granite",
             {"expert_count": 8, "expert_used_count": 2},
-            "is a mixture of 8 experts of architecture 'llama', as Mixtral's are, and Llama 2, 3.x is served",
+            "is a mixture of 8 experts of architecture 'granite', and Granite 3.x, dense is served",
         ),
         ("llama", {"split__count": 3}, "some.gguf is part 1 of 3: the parts must be called"),
         ("llama", {"tokenizer__ggml__tokens": list("abcdefghi")}, "9 tokens, but only 8 embeddings"),
