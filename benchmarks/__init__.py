@@ -1,4 +1,4 @@
-"""Measures the figures of README and docs."""
+"""Benchmarks: they measure the numbers in README and docs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Arguments of the command lines here."""
+"""Command-line arguments of the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ T = TypeVar("T")
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Make the parser of the module that runs.
-
-    Args:
-        description: Shown as it is written.
-    """
+    """Make the parser of the module that runs. Its help shows `description` without rewrapping it."""
     spec = sys.modules["__main__"].__spec__
     return argparse.ArgumentParser(
         prog=f"python -m {spec.name.removesuffix('.__main__')}" if spec else None,
@@ -26,7 +22,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def told(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` as argparse's `type`, which of a ValueError would not say what is wrong."""
+    """Wrap `parse` for argparse's `type`, so that the user sees the text of its ValueError."""
 
     def parsed(given: str) -> T:
         try:
@@ -38,7 +34,7 @@ def told(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def parse_shard(given: str) -> tuple[int, int]:
-    """Read I/N, the I-th of N processes. Raises ValueError."""
+    """Parse "I/N", process I of N, counted from 0. Raises ValueError."""
     match = re.fullmatch(r"(\d+)/(\d+)", given)
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError(f"no shard {given!r}: I/N with I from 0 to N - 1")

@@ -1,6 +1,6 @@
-"""Cases of the attention backends and the correction, beside torch's attention.
+"""Cases that time the attention backends, the Δ correction and, to compare, torch's attention.
 
-Operations counted are those computed: two GEMMs of 2·128·128·D operations per tile.
+Sparse cases count the operations of computed tiles: two GEMMs of 2·128·128·D operations per tile.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from deltafront.tests.reference.structured import structured_input
 DENSITY = 0.085
 GAMMA = 64
 SMALL = (9, 3, 64)
-"""Query heads, key heads and head dimension of SmolLM2, the second shape measured."""
+"""Query heads, key heads and head dimension of SmolLM2, the second shape that is measured."""
 
 
 def cases(config: BenchConfig) -> list[Case]:
-    """torch's attention first, because ours is measured against it."""
+    """List the cases. torch's attention comes first, because later cases report their time as a ratio to
+    it."""
     shape = (config.q_heads, config.kv_heads, config.head_dim)
     check = partial(_check, config)
     rows = []
@@ -85,7 +86,7 @@ def _flops(x: AttentionInput, tiles: float) -> float:
 
 
 def _triangle(x: AttentionInput) -> float:
-    """Operations of exactly the causal half, as attention is usually counted."""
+    """Count the operations of the causal half of the attention matrix, the usual count for attention."""
     batch, heads, rows, dim = x.q_BHTD.shape
     return 2.0 * batch * heads * rows * rows * dim
 
@@ -103,7 +104,7 @@ def _dense(x: AttentionInput) -> Timed:
 
 
 def _sparse(x: AttentionInput, density: float = DENSITY) -> Timed:
-    """Random tiles: the hardest on L2. The kept diagonal and sink are counted in the density drawn."""
+    """Keep random tiles, which reuse L2 least. `density` includes the diagonal and sink tiles."""
     rows = x.query_blocks
     always = 2 * rows / (rows * (rows + 1) / 2)
     mask = random_mask(x, max(0.0, (density - always) / (1 - always)))
@@ -112,7 +113,8 @@ def _sparse(x: AttentionInput, density: float = DENSITY) -> Timed:
 
 
 def _uneven_chunk(x: AttentionInput) -> Timed:
-    """The last eighth of the prompt as one chunk; heads differ in density, as a model's do: 0.05 to 0.9."""
+    """Time the last eighth of the prompt as one chunk. Densities of heads range from 0.05 to 0.9, as in
+    models."""
     keys, heads = x.k_BGSD.shape[2], x.q_BHTD.shape[1]
     part = chunk_of(x, keys - keys // 8, keys)
     share_H11 = torch.linspace(0.05**0.5, 0.9**0.5, heads, device=x.q_BHTD.device).square()[:, None, None]
@@ -128,7 +130,7 @@ def _uneven_chunk(x: AttentionInput) -> Timed:
 
 
 def _delta_kv(x: AttentionInput) -> Timed:
-    """Everything a prompt's prefill pays for it: scan, packing, attention."""
+    """Time all parts of delta_kv: the scan for anchors, packing and attention."""
     cos = _halving_cosine(x)
     backend = DeltaKVBackend(DeltaKVOptions(cos=cos, critical=512))
     spec = spec_of(x)
@@ -147,7 +149,7 @@ def _delta_kv(x: AttentionInput) -> Timed:
 
 
 def _halving_cosine(x: AttentionInput) -> float:
-    """The threshold at which half of the keys lead a run, by bisection on the first 16,384."""
+    """Find the cosine at which half of the keys are anchors, by bisection on the first 16,384 keys."""
     low, high = 0.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2
@@ -159,7 +161,7 @@ def _halving_cosine(x: AttentionInput) -> float:
 
 
 class _Given:
-    """A method whose output is already there, so that only the correction is timed."""
+    """A method that returns a given output, so that only the correction is timed."""
 
     def __init__(self, out_BHTD: torch.Tensor) -> None:
         self.out_BHTD = out_BHTD
@@ -183,7 +185,8 @@ def _correction(x: AttentionInput) -> Timed:
 
 
 def _check(config: BenchConfig) -> None:
-    """Every kernel timed here, in the timed type, against oracle or CPU form; ragged lengths, a chunk."""
+    """Compare every kernel timed here, in the timed dtype, with an oracle or CPU form. Inputs include a
+    length that is no multiple of 128, and a chunk."""
     shapes = ((8, 2, config.head_dim), SMALL)
     for seed, (heads, key_heads, dim) in enumerate(shapes):
         made: dict[str, Any] = {
@@ -220,7 +223,8 @@ def _check_input(x: AttentionInput) -> None:
 
 
 def _check_correction(x: AttentionInput, expected: torch.Tensor) -> None:
-    """Around zeros, the correction must give each row the dense row at or before it, and a dense tail."""
+    """Correct an output of zeros. Each row must become the dense row at or before it; the tail must be
+    dense."""
     given = Correction(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
     found = given.attend(x, given.new_state(spec_of(x)))[0]
     tail = (x.prompt_tokens // 128 - 1) * 128
@@ -240,7 +244,7 @@ def _moved(state: PackedRuns) -> PackedRuns:
 
 
 def _by_head(x: AttentionInput, mask: TileMask | None) -> torch.Tensor:
-    """`reference_attention` one head at a time, to bound the score matrix."""
+    """Compute `reference_attention` one head at a time, to limit the memory of the score matrix."""
     parts = []
     for h in range(x.q_BHTD.shape[1]):
         g = h // x.group
@@ -252,7 +256,7 @@ def _by_head(x: AttentionInput, mask: TileMask | None) -> torch.Tensor:
 
 
 def _table(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """The mask as booleans (B, H, N, M)."""
+    """Convert the mask to booleans (B, H, N, M)."""
     listed = torch.arange(mask.index_BHNM.shape[3], device=x.q_BHTD.device) < mask.count_BHN[..., None]
     place = torch.where(listed, mask.index_BHNM.long(), x.key_blocks)
     table = torch.zeros(*place.shape[:3], x.key_blocks + 1, dtype=torch.bool, device=place.device)

@@ -1,7 +1,8 @@
-"""Decode of 4 requests: paged attention with page scores, page selection, attention over selected pages.
+"""Cases of decode with 4 requests: paged attention with page scores, page selection, attention over selected
+pages.
 
-Pages are shuffled over the pool. Every case is a captured CUDA graph, as a decode worker runs them.
-`beside_flashinfer` has FlashInfer's times. Shape suffixes as in `kernels/paged_decode/pages.py`.
+Pages are shuffled over the pool. Every case is a CUDA graph, like a decode worker's step. `beside_flashinfer`
+times FlashInfer. `kernels/paged_decode/pages.py` explains the suffixes.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def cases(config: BenchConfig) -> list[Case]:
 
 
 def _narrowed(x: PagedInput) -> PagedInput:
-    """Over an int8 KV cache."""
+    """Return x with its pages quantised to int8."""
     (k_PSGD, k_PSG), (v_PSGD, v_PSG) = quantise(x.k_PSGD), quantise(x.v_PSGD)
     return replace(x, k_PSGD=k_PSGD, v_PSGD=v_PSGD, scales=Scales(k_PSG, v_PSG))
 
 
 def paged_input(config: BenchConfig, lengths: list[int]) -> PagedInput:
-    """Gaussian queries, keys and values; each request's pages lie anywhere in the pool."""
+    """Draw Gaussian queries, keys and values. Each request's pages lie anywhere in the pool."""
     generator = torch.Generator(config.device).manual_seed(config.seed)
     columns = -(-max(lengths) // PAGE_TOKENS)
     pool = len(lengths) * columns
@@ -86,7 +87,7 @@ def arguments(
 
 
 def _captured(run: Callable[[], object], note: str, flops: float | None = None) -> Timed:
-    """`run` as one CUDA graph, after two runs that compile and allocate."""
+    """Capture `run` as one CUDA graph, after two runs that compile and allocate."""
     run()
     run()
     torch.cuda.synchronize()
@@ -95,7 +96,7 @@ def _captured(run: Callable[[], object], note: str, flops: float | None = None) 
         run()
 
     def replay() -> None:
-        """Holds `run`, and with it the tensors that the graph reads."""
+        """Replay the graph. The reference to `run` keeps the graph's input tensors alive."""
         assert run is not None
         graph.replay()
 
@@ -103,7 +104,8 @@ def _captured(run: Callable[[], object], note: str, flops: float | None = None) 
 
 
 def _attention(x: PagedInput, tokens: int, run: Callable[[], object]) -> Timed:
-    """Notes the bytes of K and V read; flops counts q·k and the weighted sum over `tokens` a request."""
+    """Time `run`. Report the bytes of K and V that it reads, and the operations of q · k and p · v over
+    `tokens` tokens per request."""
     requests, heads, dim = x.q_RHD.shape
     row = dim * x.k_PSGD.element_size() + (x.scales is not None)
     read = 2 * requests * tokens * x.k_PSGD.shape[2] * row
@@ -142,7 +144,7 @@ def _chosen(config: BenchConfig, budget: int) -> Timed:
 
 
 def _in_8_bits(config: BenchConfig, what: str | int) -> Timed:
-    """what: `plain`, `scores`, or how many pages are read."""
+    """Time decode over an int8 KV cache. what: `plain`, `scores`, or the number of selected pages."""
     x = _narrowed(paged_input(config, [config.tokens] * REQUESTS))
     how: dict[str, Any] = {"scale": x.scale, "scales": x.scales}
     if what == "plain":
@@ -157,7 +159,7 @@ def _in_8_bits(config: BenchConfig, what: str | int) -> Timed:
 
 
 def _check_8_bits(config: BenchConfig) -> None:
-    """Like `_check`, over an int8 KV cache."""
+    """Compare the kernels over an int8 KV cache with the CPU forms in fp32, row by row."""
     x = _narrowed(paged_input(config, [8192, 8191, 4097, 1]))
     exact = replace(x, q_RHD=x.q_RHD.float())
     how: dict[str, Any] = {"scale": x.scale, "scales": x.scales}
@@ -173,8 +175,8 @@ def _check_8_bits(config: BenchConfig) -> None:
 
 
 def _check(config: BenchConfig) -> None:
-    """Kernels in `config.dtype` against the CPU forms in fp32, row by row, over ragged lengths; selection
-    at full size and exactly."""
+    """Compare the kernels in `config.dtype` with the CPU forms in fp32, row by row, over different lengths.
+    Page selection must be identical, also at full size."""
     x = paged_input(config, [8192, 8191, 4097, 1])
     out_RHD, _, score_RP = paged_attention_scored(*arguments(x), scale=x.scale)
     exact = replace(x, q_RHD=x.q_RHD.float(), k_PSGD=x.k_PSGD.float(), v_PSGD=x.v_PSGD.float())

@@ -1,5 +1,4 @@
-"""Mixtures of experts in Qwen3-30B-A3B's widths, from a layer's normed rows to its update: routing, both
-products and the sum."""
+"""Cases of a mixture-of-experts MLP in Qwen3-30B-A3B's widths: routing, both grouped GEMMs and the sum."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from deltafront.kernels.layers.norm import LinearInput
 
 SHAPE = SHAPES["30b-a3b"]
 TOKENS = (1, 4, 16, 256, 2048, 16_384)
-"""Decode steps, appended text, chunks."""
+"""Tokens of decode steps, of extended prompts, and of prefill chunks."""
 EXPERTS, CHOSEN = 128, 8
 ROUTER = Router(per_token=CHOSEN, normed=True)
 LARGEST_ERROR = {False: 0.01, True: 0.08}
-"""The largest error of a row, in the norm, by whether experts have 8 bits."""
+"""Maximum relative error of a row in the 2-norm, by `fp8`."""
 
 
 def cases(config: BenchConfig) -> list[Case]:
-    """Each in 16 bits and in 8."""
+    """List the cases: each number of tokens with 16-bit and with FP8 experts."""
     names = {"experts": False, "experts_fp8": True}
     checks = {fp8: partial(_check, config, fp8) for fp8 in names.values()}
     return [
@@ -59,7 +58,7 @@ def _prepare(config: BenchConfig, fp8: bool, tokens: int) -> Timed:
 
 
 def _check(config: BenchConfig, fp8: bool) -> None:
-    """Against torch's products expert by expert, with every tile."""
+    """Compare the kernel, with every tile size, with torch's GEMMs for one expert after the other."""
     for tokens in TOKENS:
         given = _draw(config, fp8, tokens)
         found_TC = kernel_mixture(*given, ROUTER).float()

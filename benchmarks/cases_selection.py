@@ -1,4 +1,4 @@
-"""Selection alone: which tiles, from q and k to a TileMask, whole prompt in one call."""
+"""Cases that time selectors alone: from q and k to a TileMask, for a whole prompt in one call."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CHUNK_TOKENS = 1280
 
 
 def cases(config: BenchConfig) -> list[Case]:
-    """Each selector at the full length and at four times that; both are checked first, at both head sizes
-    and in chunks."""
+    """List the cases: each selector at `config.tokens` and at four times that. Selectors are checked first,
+    with two head dimensions and in chunks."""
     check = partial(_check, config)
     check_lines = partial(_check_lines, config)
     ours = (("dpxa_selection", _dpxa), ("xattention_s8_selection", _xattention))
@@ -80,16 +80,16 @@ def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector | LineSelect
 
     def run() -> TileMask:
         if selector.name == "anchors":
-            state.done = 0  # the keys' anchors are part of what is timed
+            state.done = 0  # so that every run computes the anchors of the keys
         return selector.select(x, state, no_phase)
 
     return Timed(run, density=density, note=note)
 
 
 def _check(config: BenchConfig) -> None:
-    """Scores of the kernels in `config.dtype` against the CPU forms in fp32, row by row; chunks give the very
-    same tiles as the whole prompt. Queries and keys are numbers that 8 bits hold, since antidiagonals are
-    multiplied in 8 bits."""
+    """Compare the kernels' scores in `config.dtype` with the CPU forms in fp32, row by row. Chunks must
+    select the same tiles as the whole prompt. Queries and keys are FP8 numbers, since XAttention's kernel
+    multiplies in FP8."""
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
         x = config.structured(CHECKED_TOKENS, heads, groups, dim)
         eight_bits = torch.float8_e4m3fn
@@ -107,7 +107,7 @@ def _check(config: BenchConfig) -> None:
 
 
 def _check_lines(config: BenchConfig) -> None:
-    """The baselines' line masses in `config.dtype` against the CPU form in fp32, head by head."""
+    """Compare the baselines' line masses in `config.dtype` with the CPU form in fp32, head by head."""
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
         x = config.structured(CHECKED_TOKENS, heads, groups, dim)
         for queries in (64, 128):

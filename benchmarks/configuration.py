@@ -1,6 +1,6 @@
-"""docs/configuration.md: every key of the configuration, from the dataclasses that read it.
+"""Makes docs/configuration.md: every configuration key, from the dataclasses that define the keys.
 
-A key's words are the docstring after its field, or its line among `Attributes:` of its class.
+A key's description is the docstring after its field, or its line under `Attributes:` of its class.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def table(section: str) -> str:
 
 
 def rows(section: str) -> Iterator[list[str]]:
-    """Yield a row for each key of a section. Raises KeyError for a key without words."""
+    """Yield a row for each key of a section. Raises KeyError for a key without a description."""
     kind = SECTIONS[section]
     properties = ServiceConfig.model_json_schema()["$defs"][kind.__name__]["properties"]
     words = {name: text for one in reversed(kind.__mro__[:-1]) for name, text in _words(one).items()}
@@ -56,7 +56,7 @@ def rows(section: str) -> Iterator[list[str]]:
 
 
 def _words(kind: type) -> dict[str, str]:
-    """Find the words for the fields that a class itself declares."""
+    """Find the descriptions of the fields that a class declares, without those of its base classes."""
     (tree,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(tree, ast.ClassDef)
     found = _attributes(ast.get_docstring(tree) or "")
@@ -79,7 +79,7 @@ def _line(text: str) -> str:
 
 
 def _one(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The form beside null."""
+    """Return the schema of a value that is not null."""
     forms = [form for form in schema.get("anyOf", ()) if form.get("type") != "null"]
     return forms[0] if forms else schema
 

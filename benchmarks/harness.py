@@ -1,7 +1,7 @@
-"""Times kernels on one GPU: correctness first, CUDA events, medians, one JSON of rows.
+"""Checks kernels and times them on one GPU: medians of CUDA event times, written as JSON rows.
 
-A case module (`cases_*.py`) exports `cases(config: BenchConfig) -> list[Case]`. `run_cases` runs each
-distinct check once, before anything of that module is timed, then prepares, times and frees case by case.
+A case module (`cases_*.py`) exports `cases(config: BenchConfig) -> list[Case]`. `run_cases` first runs each
+check once. Then it prepares, times and frees one case after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deltafront.tests.reference.structured import structured_input
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Parameters of the cases. only: names of the cases to run; empty: all."""
+    """Parameters of the cases. only: Names of the cases to run; empty: all."""
 
     device: torch.device
     dtype: torch.dtype = torch.bfloat16
@@ -48,7 +48,7 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class Timed:
-    """A prepared case. run: launches once. flops: operations of one run, for TFLOP/s."""
+    """A prepared case. run: Launches the kernels once. flops: Operations of one run, for TFLOP/s."""
 
     run: Callable[[], object]
     flops: float | None = None
@@ -61,8 +61,8 @@ class Case:
     """One row of the results.
 
     Attributes:
-        check: Raises if the kernel is wrong. Cases with the same function object share one run of it.
-        over: An earlier case of as many tokens. `ratio` is its time over this one's.
+        check: Raises if the kernel is wrong. It runs once for all cases with the same function object.
+        over: An earlier case with the same number of tokens. `ratio` is its time divided by this case's.
         unavailable: Why the case cannot run here.
     """
 
@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case. Fields that are None are left out of the JSON."""
+    """One measured case. The JSON omits fields that are None."""
 
     case: str
     tokens: int
@@ -88,7 +88,8 @@ class Row:
 
 
 def median_ms(run: Callable[[], object], *, budget_ms: float = 600.0, at_least: int = 5) -> float:
-    """Return the median CUDA-event time of a run: two warm-ups, then about budget_ms of runs (5 to 100).
+    """Return the median time of a run by CUDA events: two warm-up runs, then 5 to 100 runs, about budget_ms
+    in all.
 
     All runs are queued before the host waits, so that launches overlap with runs (unless a run is shorter
     than its launch). A 256 MiB buffer is overwritten between runs, so that no run finds its input in L2.
@@ -107,7 +108,7 @@ def median_ms(run: Callable[[], object], *, budget_ms: float = 600.0, at_least: 
 
 
 def _span(run: Callable[[], object]) -> tuple[Any, Any]:
-    """Record events before and after a run, without waiting for them."""
+    """Record CUDA events before and after a run, without waiting for them."""
     event: Any = torch.cuda.Event  # untyped in torch
     begin, end = event(enable_timing=True), event(enable_timing=True)
     begin.record()
@@ -124,8 +125,8 @@ def _milliseconds(span: tuple[Any, Any]) -> float:
 def run_cases(
     cases: Sequence[Case], config: BenchConfig, keep: Callable[[Row], None] = lambda row: None
 ) -> list[Row]:
-    """Check all cases, then time them. Print a line for each case and pass its row to `keep` at once, so that
-    an interrupted run keeps its rows. A failed check raises.
+    """Check all cases, then time them. A failed check raises. Each case's row is printed and passed to `keep`
+    at once, so that an interrupted run keeps it.
     """
     wanted = [case for case in cases if not config.only or case.name in config.only]
     checked: set[int] = set()
@@ -166,7 +167,7 @@ def format_row(row: Row) -> str:
 
 
 def commit_of(root: Path) -> str:
-    """Return the checked-out commit, with `+` if the tree differs from it; `unknown` outside git."""
+    """Return the checked-out commit, with `+` if files differ from it; `unknown` outside git."""
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, check=True
@@ -184,7 +185,7 @@ def commit_of(root: Path) -> str:
 
 
 def write_rows(path: Path, rows: Sequence[Row], commit: str) -> None:
-    """Write {"gpu", "commit", "torch", "triton", "rows"}, without the rows' fields that are None."""
+    """Write {"gpu", "commit", "torch", "triton", "rows"} as JSON. Rows omit fields that are None."""
     import triton
 
     record: dict[str, Any] = {
@@ -198,6 +199,6 @@ def write_rows(path: Path, rows: Sequence[Row], commit: str) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a file of results. Missing folders are created."""
+    """Write a results file. Create missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")

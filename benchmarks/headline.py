@@ -1,6 +1,6 @@
-"""README's numbers: its table of times, its chart and its table of answers, out of benchmarks/results/.
+"""Makes README's table of times, its chart and its table of accuracy from benchmarks/results/.
 
-Times are those of an 8B shape with random weights, answers those of real models.
+Times are measured with an 8B shape and random weights, accuracy with real models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 HEADER = ("131,072 tokens, one H200", "Deltafront", "compared with", "faster")
 TOKENS = 131_072
 LONGEST = 524_288
-"""Tokens that several GPUs are shown with."""
+"""Prompt length of the table's row with several GPUs, in tokens."""
 _SHOWN = (
     "ttft_dpxa", "ttft_fa2_stack", "ttft_dense", "mapped ttft_dpxa_recompute_8", "mapped ttft_dpxa",
     "vllm_ttft_dense", "ttft_dpxa_fp8", "long ttft_dpxa", "long ttft_dense", "token_delta", "token_full",
@@ -24,9 +24,11 @@ _SHOWN = (
 
 
 def times(engine_of_8b: Result) -> dict[str, Row]:
-    """Return the rows of time that the table shows, by case. The KV cache has 16 bits. `mapped …` has one
-    copy of weights and KV cache, others two; `long …` is the longest prompt, on as many GPUs as were
-    measured."""
+    """Return the measured times that the table shows, by case, with a 16-bit KV cache.
+
+    In `mapped …`, prefill and decode share one copy of weights and KV cache. `long …` is the prompt of
+    LONGEST tokens, on the largest number of GPUs that was measured.
+    """
     ours = [row for row in engine_of_8b["rows"] if "kv_dtype" not in row and "shape" not in row]
     alone = [row for row in ours if (row["tokens"], row["gpus"]) == (TOKENS, 1)]
     longest = [row for row in ours if row["tokens"] == LONGEST]
@@ -39,7 +41,7 @@ def times(engine_of_8b: Result) -> dict[str, Row]:
 
 
 def lines(engine_of_8b: Result) -> list[Line]:
-    """Return the rows of README's table of times."""
+    """Make the lines of README's table of times."""
     of = times(engine_of_8b)
     sparse, asked, whole = of["ttft_dpxa"], of["mapped ttft_dpxa_recompute_8"], of["long ttft_dpxa"]
     dense = "our dense attention"
@@ -100,7 +102,7 @@ def answers(result: Result, readme: bool = True) -> str:
     """Make the table of real models' RULER scores, dense and sparse.
 
     Args:
-        readme: Only the rows that have a `readme` label, under it.
+        readme: Show only rows with a `readme` label, named by that label.
     """
     numbers = ("density", "dense", "sparse", "lost, won")
     names = ("model, tokens", "prefill") if readme else ("model", "tokens", "prefill", "recomputed")
@@ -123,7 +125,7 @@ def _answer(row: Row, readme: bool) -> Sequence[object]:
 
 
 def _timed(what: str, ours: Row, *others: tuple[Row, str]) -> Line:
-    """Times of two commits are no ratio."""
+    """Make a line that compares times. It has ratios only to times of the same commit."""
     compared = [
         _value(other, name if _same_commit(ours, other) else f"{name}, another commit")
         for other, name in others

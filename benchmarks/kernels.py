@@ -1,8 +1,10 @@
-"""`python -m deltafront.benchmarks.kernels`: every kernel on one GPU, checked first, as a table and JSON.
+"""Checks and times every kernel on one GPU, then prints a table and writes JSON.
 
-Writes benchmarks/results/kernels_h200.json (or --out; a run of some cases alone writes only there, since the
-file is replaced): {"gpu", "commit", "torch", "triton", "rows"}. It is written after every case, so a run that
-is cut off keeps what it measured.
+    python -m deltafront.benchmarks.kernels
+
+The result, {"gpu", "commit", "torch", "triton", "rows"}, replaces benchmarks/results/kernels_h200.json. A run
+of some cases alone writes only to the file of --out. The file is written after every case, so an interrupted
+run keeps its rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes Markdown tables and the line below a table that names the source of its figures."""
+"""Makes Markdown tables, and the line below a table that says how its numbers were measured."""
 
 from __future__ import annotations
 

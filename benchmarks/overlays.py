@@ -1,7 +1,7 @@
-"""Reads the resource requests of deploy/kubernetes' overlays, for the tables of docs/deploy.md.
+"""Reads the resource requests of the overlays in deploy/kubernetes, for the tables of docs/deploy.md.
 
-Kustomize is not needed: the overlays' patches of the RayService are JSON 6902 (a test compares the outcome
-with what `kubectl kustomize` makes of them).
+It needs no Kustomize: the overlays patch the RayService with JSON 6902 patches, and a test compares the
+result with that of `kubectl kustomize`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from deltafront.service.config import ServiceConfig, load
 
 KUBERNETES = Path(__file__).resolve().parent.parent / "deploy" / "kubernetes"
 _MEMORY = "nvidia.com/gpu.memory"
-"""The node label that says how many MiB a GPU has; overlays ask for more than a number of them."""
+"""The node label with the MiB of a GPU. Overlays require more than a given number."""
 _SUFFIXES = (("m", 1e-3), ("Mi", 1 << 20), ("Gi", 1 << 30))
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """config: its config.yaml. cluster: rayClusterConfig, patched."""
+    """An overlay's config.yaml and its patched rayClusterConfig."""
 
     name: str
     config: ServiceConfig
@@ -33,10 +33,10 @@ class Overlay:
 
     @property
     def gpus(self) -> dict[float, float]:
-        """The pods' number of GPUs, by GiB of a GPU.
+        """The number of GPUs that all pods request, by GiB of a GPU.
 
         Raises:
-            ValueError: Pods with GPUs require no memory of a GPU.
+            ValueError: Pods request GPUs but do not say how much memory a GPU needs.
         """
         found: dict[float, float] = {}
         for name, group in self.worker_groups.items():
@@ -56,11 +56,10 @@ class Overlay:
 
     @property
     def worker_groups(self) -> dict[str, Any]:
-        """The worker groups by name."""
         return {group["groupName"]: group for group in self.cluster["workerGroupSpecs"]}
 
     def requested(self, resource: str) -> float:
-        """Return the request of all pods together for `cpu`, `memory` (bytes) or `nvidia.com/gpu`."""
+        """Return what all pods together request of `cpu`, `memory` (bytes) or `nvidia.com/gpu`."""
         pods = [(self.cluster["headGroupSpec"], 1)]
         pods += [(group, group["replicas"]) for group in self.worker_groups.values()]
         return sum(count * _requested(group, resource) for group, count in pods)
@@ -72,7 +71,7 @@ def _requested(group: Mapping[str, Any], resource: str) -> float:
 
 
 def quantity(value: str | int) -> float:
-    """A Kubernetes quantity as a number."""
+    """Parse a Kubernetes quantity, such as "500m" or "4Gi"."""
     text = str(value)
     for suffix, factor in _SUFFIXES:
         if text.endswith(suffix):
@@ -81,24 +80,24 @@ def quantity(value: str | int) -> float:
 
 
 def names() -> list[str]:
-    """Return the overlays' names by number of GPUs."""
+    """Return the overlays' names, sorted by number of GPUs."""
     found = (path.parent.name for path in KUBERNETES.glob("overlays/*/config.yaml"))
     return sorted(found, key=lambda name: (read(name).requested("nvidia.com/gpu"), name))
 
 
 def read(name: str) -> Overlay:
-    """Raises ConfigError for an invalid configuration, ValueError for an invalid patch."""
+    """Read an overlay. Raises ConfigError for an invalid configuration, ValueError for an invalid patch."""
     folder = KUBERNETES / "overlays" / name
     return Overlay(name, load(folder / "config.yaml"), _service(folder)["spec"]["rayClusterConfig"])
 
 
 def _service(folder: Path) -> Any:
-    """The RayService, patched by an overlay and by those that it builds on."""
+    """Return the RayService, patched by an overlay and by the overlays that it builds on."""
     content = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
     (below,) = [folder / one for one in content["resources"]]
     if (below / "rayservice.yaml").exists():
         base = yaml.safe_load((below / "rayservice.yaml").read_text(encoding="utf-8"))
-        service = json.loads(json.dumps(base))  # what YAML's anchors share becomes each one's own
+        service = json.loads(json.dumps(base))  # copies objects that YAML anchors share
     else:
         service = _service(below)
     for patch in content["patches"]:
@@ -108,8 +107,8 @@ def _service(folder: Path) -> Any:
 
 
 def patched(document: Any, operations: Iterable[Mapping[str, Any]]) -> None:
-    """Apply JSON 6902 operations in place. Raises ValueError for an operation that no overlay uses, and for a
-    failed `test`."""
+    """Apply JSON 6902 operations in place. Raises ValueError for an unsupported operation and for a failed
+    `test`."""
     for operation in operations:
         *parents, last = operation["path"].removeprefix("/").split("/")
         place = document
@@ -137,12 +136,12 @@ HEADER = ("overlay", "model", "GPUs", "prefill", "decode", "holds", "CPUs, memor
 
 
 def rows() -> list[list[str]]:
-    """Return the table's lines under HEADER, one for each overlay."""
+    """Return one row for each overlay, with the columns of HEADER."""
     return [row(read(name)) for name in names()]
 
 
 def row(overlay: Overlay) -> list[str]:
-    """Return an overlay's line. GiB: weights and KV cache of the fullest stage and of a decode rank."""
+    """Return an overlay's row. GiB counts weights and KV cache, of the fullest stage and of a decode rank."""
     prefill, decode, model = overlay.config.prefill, overlay.config.decode, overlay.config.model
     how = model.dtype, model.quantisation, decode.kv_dtype
     stages, workers = str(prefill.groups * prefill.stages), str(decode.workers)

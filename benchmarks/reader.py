@@ -1,7 +1,8 @@
-"""One model in one process: reads a document in chunks with a prefill method, as a prefill worker does.
+"""Prefills documents with one model in one process, in chunks and with any attention method, like a prefill
+worker but without the service.
 
-No service, so that only the arithmetic differs between methods. Shape suffixes as in
-`workers.model.decoder.stack` and `kernels.interface`; L layers, P rows computed again.
+Shape suffixes are those of `workers.model.decoder.stack` and `kernels.interface`; L layers, P recomputed
+rows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MODEL = ModelSpec(
     rope_theta=8e6,
     max_position_embeddings=131_072,
 )
-"""The embedded model with its 128K adapter and the settings that this needs."""
+"""The embedded model with its adapter for 128K tokens and the settings that the adapter needs."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class Reading:
     """The result of prefilling a document.
 
     Attributes:
-        tail_TC: Hidden rows of its last positions.
-        density: Computed over causal tiles, all layers.
-        milliseconds: Selection and attention of all layers and chunks: device time on a GPU, wall-clock time
-            on a CPU.
+        tail_TC: Hidden rows of the document's last positions.
+        density: Share of causal tiles that were computed, over all layers.
+        milliseconds: Time of selection and attention in all layers and chunks: device time on a GPU,
+            wall-clock time on a CPU.
     """
 
     tail_TC: torch.Tensor
@@ -59,12 +60,12 @@ class Reading:
 
 
 class Reader:
-    """A stack and the KV cache of one sequence.
+    """A model's layers and the KV cache of one sequence.
 
     Args:
-        room: The longest sequence in tokens.
-        profile: The model's, for methods with the option `density`.
-        kv_dtype: `int8` rounds every row as 8-bit pages do, in the stack's dtype.
+        room: Maximum length of the sequence in tokens.
+        profile: The model's profile, for methods with the option `density`.
+        kv_dtype: `int8` rounds K and V as int8 pages do, but stores them in the stack's dtype.
         kv: k_LBGSD and v_LBGSD to use. None: allocate them.
     """
 
@@ -92,8 +93,8 @@ class Reader:
         """Prefill a document with a method and return the hidden rows of its `tail` last positions.
 
         Args:
-            after: A multiple of BLOCK. The first `after` tokens are in the KV cache, read with the same
-                method, and the result is of the tokens after them.
+            after: A multiple of BLOCK. The first `after` tokens are already in the KV cache, prefilled with
+                the same method, and only the tokens after them are prefilled.
 
         Raises:
             MethodError: The method is unknown, or the profile has no level for it.
@@ -144,16 +145,18 @@ class Reader:
 
     @contextmanager
     def end_again(self, reading: Reading, blocks: int) -> Iterator[Reading]:
-        """Read the end of the prompt again, densely, over the blocks that it attends to most, which are
-        computed again before: as a decode worker does for `recompute_blocks` (`decode.reads`).
+        """Recompute the blocks that the end of the prompt attends to most, then prefill the end again,
+        densely, like a decode worker with `recompute_blocks` (`decode.reads`).
 
-        These blocks are as they were once the context ends; the prompt's end is not.
+        When the context manager exits, the recomputed blocks get their old KV back. The prompt's end does
+        not.
 
         Args:
-            reading: Of the whole prompt, which has been read.
+            reading: The result of prefilling the whole prompt.
 
         Yields:
-            The hidden row of its last position. The density counts what is computed here, too, the end twice.
+            `reading` with the new hidden row of the last position. Its density adds the tiles computed here,
+            which include the prompt's end twice.
         """
         whole = self._ids_T.tolist()
         start = tail_start(len(whole))
@@ -171,8 +174,8 @@ class Reader:
     def append(
         self, ids: Sequence[int], look: Callable[[int, torch.Tensor], None] | None = None
     ) -> torch.Tensor:
-        """Append ids, read with full attention, and give their hidden_TC. look(layer, q_THD) is called for
-        every layer without a window, once its keys are there."""
+        """Append ids with full attention and return their hidden_TC. Call look(layer, q_THD) in every layer
+        without a window, after the layer's keys are in the KV cache."""
         start = self.length
 
         def attend(layer: int, q_BHTD: torch.Tensor) -> torch.Tensor:
@@ -187,18 +190,18 @@ class Reader:
         return self._forward(ids, attend)
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """Quantise and bring back keys or values, [..., D], as pages do."""
+        """Round keys or values [..., D] as pages of `kv_dtype` do: quantise and dequantise them."""
         return x if self.kv_dtype is None else dequantise(*quantise(x), x.dtype)
 
     def document(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """k_GSD and v_GSD of what has been read, as views."""
+        """Return views of a layer's KV cache, k_GSD and v_GSD, of all tokens so far."""
         k_BGSD, v_BGSD = self._seen(layer, self.length)
         return k_BGSD[0], v_BGSD[0]
 
     @contextmanager
     def recomputed(self, blocks: Sequence[int], phase: Phase = no_phase) -> Iterator[None]:
-        """While it lasts, these whole blocks of the document (ascending) are as dense attention over all that
-        stands before them gives them; then they are as before. phase: of computing them."""
+        """Within the context, the KV of these blocks (ascending) is recomputed with dense attention over the
+        tokens before them. On exit the old KV returns. phase: Times the recomputation."""
         if not blocks:
             yield
             return
@@ -214,7 +217,8 @@ class Reader:
                 x_LBGSD[:, :, :, rows_P] = x_LBGPD
 
     def _recompute(self, blocks: Sequence[int], rows_P: torch.Tensor) -> None:
-        """Each layer's new rows are written beside the document, since that is stored head by head."""
+        """Compute the blocks' KV, layer by layer. New rows go to a separate buffer first, because `recompute`
+        writes token by token and the document's KV cache is stored head by head."""
         config, stack = self.stack.config, self.stack
         shape = (len(rows_P), config.kv_heads, config.head_dim)
         k_PGD, v_PGD = (torch.empty(shape, dtype=stack.dtype, device=stack.device) for _ in "kv")
@@ -252,7 +256,9 @@ class Reader:
 
 
 def split_method(method: str) -> tuple[str, dict[str, float]]:
-    """Name and options as given on a command line: `dpxa:tau=0.9,k_anchors=16`. Raises ValueError."""
+    """Split a command-line argument such as `dpxa:tau=0.9,k_anchors=16` into name and options. Raises
+    ValueError.
+    """
     name, _, given = method.partition(":")
     options: dict[str, float] = {}
     for pair in filter(None, given.split(",")):
@@ -265,12 +271,12 @@ def split_method(method: str) -> tuple[str, dict[str, float]]:
 
 
 def parse_method(method: str) -> MethodSpec:
-    """The same, checked, with the defaults of other options. Raises ValueError."""
+    """Parse and check a method with options, and fill in defaults. Raises ValueError."""
     return method_spec(*split_method(method))
 
 
 def known_method(method: str) -> str:
-    """The method as it was given. Raises ValueError."""
+    """Check a method with options and return it unchanged. Raises ValueError."""
     parse_method(method)
     return method
 
@@ -280,7 +286,7 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 class SpelledText(Text):
-    """A text whose tokens can be read. spell: the characters of each token."""
+    """A tokenised text. spell: Returns the characters of each token."""
 
     def __init__(
         self,
@@ -293,7 +299,7 @@ class SpelledText(Text):
 
 
 def load_text(path: Path, tokenizer: Tokenizer) -> SpelledText:
-    """A file that documents are made of."""
+    """Load a text file, from which documents are cut."""
 
     def encode_all(texts: Sequence[str]) -> list[list[int]]:
         return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
@@ -305,8 +311,8 @@ def load_text(path: Path, tokenizer: Tokenizer) -> SpelledText:
 
 
 def warm_up(stack: LayerStack, methods: Sequence[str], chunk: int, profile: Profile | None = None) -> None:
-    """Compile what reading with these methods needs, where anything is compiled: on a GPU. Methods that need
-    a whole prompt are left out, since chunks are read: the first document compiles those."""
+    """Compile the kernels of these methods, if the stack is on a GPU. Methods that cannot prefill in chunks
+    are left out: their kernels compile with the first document."""
     if stack.device.type == "cuda":
         chunked = [spec for spec in map(parse_method, methods) if not reads_whole_prompts(spec.name)]
         prefill_warm_up.warm_up(stack, chunked, chunk, profile)

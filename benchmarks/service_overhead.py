@@ -1,11 +1,11 @@
-"""Measures the service's overhead: TTFT over gRPC against the same prefill called in one process.
+"""Measures the service's overhead: TTFT over gRPC compared with the same prefill in one process.
 
     python -m deltafront.benchmarks.service_overhead [--config deploy/config/demo.yaml] [--repeats 3]
 
-The prompt, chunks, method and number of threads are the same. `in_process` runs twice: as one stage with all
-threads (no pipeline), and with the service's stages as threads of one process (activations by queue). Neither
-has Ray, gRPC or a hand-off. The overhead is the ratio of medians. Resident memory of all the service's
-processes is read while it serves. Prints a table and writes benchmarks/results/service_overhead.json.
+Both have the same prompt, chunks, method and number of threads. `in_process` runs twice: as one stage with
+all threads, and with the service's stages as threads of one process that pass activations by queue. Neither
+uses Ray, gRPC or a KV hand-off. The overhead is the ratio of medians. The script also measures the resident
+memory of the service's processes. It prints a table and writes benchmarks/results/service_overhead.json.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RESULT = ROOT / "benchmarks" / "results" / "service_overhead.json"
 
 
 def in_one_process(config: ServiceConfig, prefill: PrefillConfig, ids: list[int], method: str) -> float:
-    """Seconds from the job's arrival to the last logits; loading the model is not counted."""
+    """Return the seconds from the job's arrival to the last logits, without the time to load the model."""
     packed = struct.pack(f"<{len(ids)}I", *ids)
     report, _ = run_in_process(config.model, prefill, packed, method_spec(method))
     return report.queue + report.wall

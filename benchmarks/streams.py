@@ -1,4 +1,4 @@
-"""Streams of events that a client gets."""
+"""Reads the event streams of a client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ T = TypeVar("T")
 
 
 def ending(events: Iterable[object], kind: type[T]) -> T:
-    """The event of this kind, which a stream ends with. Raises RuntimeError if it does not come."""
+    """Read a stream and return its final event, of type `kind`. Raises RuntimeError if the stream has
+    none."""
     for event in events:
         if isinstance(event, kind):
             return event

@@ -1,9 +1,9 @@
-"""Write the tables of README and docs, between their markers: most from benchmarks/results/*.json.
+"""Writes the tables in README and docs, most of them from benchmarks/results/*.json, and README's chart.
 
     python -m deltafront.benchmarks.tables [--check]
 
-`<!-- table: kernels_h200 -->` … `<!-- end -->` is replaced by the table of that name, and README's chart is
-drawn again. With --check nothing is written, and the exit code says whether all of it is up to date.
+Each table replaces the text between its markers, such as `<!-- table: kernels_h200 -->` and `<!-- end -->`.
+With --check the script writes nothing; it exits with 1 if a table or the chart is out of date.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ def headline(engine_of_8b: Result) -> str:
 
 _TIMES = ("ttft_", "token_", "batch4_token_", "vllm_ttft", "vllm_token", "vllm_batch4")
 _EARLIER = ("313a2b3", "3c7fe4a", "7c54588")
-"""Commits whose rows a later one measured again in another form."""
+"""Commits whose rows a later commit measured again in another way. The table omits them."""
 
 
 def engine(result: Result) -> str:
-    """First tokens and further tokens; the KV cache has 16 bits unless the row says otherwise."""
+    """Make the table of first-token and decode times. The KV cache has 16 bits unless a row says
+    otherwise."""
     header = ("case", "tokens", "prefill GPUs", "density", "value", "decode on", "commit")
     rows = [
         [
@@ -129,17 +130,18 @@ def products(result: Result) -> str:
 
 
 def chaos(result: Result) -> str:
-    """Counts alone; `note` of a row in the results says how it was run, and at which commit."""
+    """Make the table of chaos runs: counts only. A result's `note` says how it was run, and at which
+    commit."""
     rows = [[f"`{row['case']}`", row["tries"], row["bad"]] for row in result["rows"]]
     return markdown(("case", "tries", "bad"), rows)
 
 
 GPUS_GIB = (79.0, 139.0, 267.0)
-"""About what a process can have of an H100's 80 GB, an H200's 141 GB and a B300's 288 GB."""
+"""GPU memory that a process can use: of an H100 (80 GB), an H200 (141 GB) and a B300 (288 GB)."""
 
 
 def sizing() -> str:
-    """Computed, not measured: `deltafront size` for 8B and 70B at 128K and 512K."""
+    """Make the table of `deltafront size` for 8B and 70B at 128K and 512K. It is computed, not measured."""
     rows = [
         size.row(size.sizing(name, shape, tokens, concurrency, gpu))
         for name, shape in size.SHAPES.items()
@@ -170,7 +172,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "public_models": (public_models, ()),
     "overlays": (lambda: markdown(overlays.HEADER, overlays.rows()), ()),
 }
-"""By table: the function that makes it and the results that it takes."""
+"""For each table: the function that makes it, and the results files it reads."""
 
 
 def render(document: str) -> str:
@@ -190,7 +192,7 @@ def chart() -> str:
 
 
 def _stale() -> dict[Path, str]:
-    """Return what a file should hold, for each that does not."""
+    """Return the new content of each file that is out of date."""
     wanted = {path: render(path.read_text()) for path in DOCUMENTS} | {CHART: chart()}
     return {path: text for path, text in wanted.items() if not path.exists() or path.read_text() != text}
 

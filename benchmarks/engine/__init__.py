@@ -1,1 +1,1 @@
-"""The service at the size it is for: a model of a given shape with random weights, measured through gRPC."""
+"""Measures the service through gRPC, with a model of a given shape and random weights."""

@@ -1,33 +1,32 @@
-"""Times the service with a model of a given shape and random weights: first tokens, next tokens, start.
+"""Times the service with a model of a given shape and random weights: TTFT, time per decoded token, start-up.
 
     python -m deltafront.benchmarks.engine --stages 1 2 --cases ttft peers products decode ready
 
-Random weights attend evenly, so `dpxa` gets its density as a share of each row's tiles; the selector scores
-and ranks as usual. Every start is a row (`ready_cold` if the kernel cache was empty, else `ready_warm`).
-`--decode-gpu last` decodes on a stage's GPU, `mapped` likewise with one copy of weights and KV cache, `own`
-on a further GPU, `none` on the CPU (for first tokens only). `gpus` in the rows counts the GPUs of prefill.
+Attention of random weights is uniform, so a threshold would keep nearly all tiles. `dpxa` therefore keeps a
+fixed share of each row's tiles, with the usual scores and ranking. Every start-up is a row: `ready_cold` if
+the kernel cache was empty, else `ready_warm`. `--decode-gpu last` decodes on a stage's GPU; `mapped` does,
+too, with one copy of weights and KV cache; `own` decodes on a further GPU, `none` on the CPU (for TTFT only).
+`gpus` in rows counts the GPUs of prefill.
 
 Cases:
-- ready: one more start.
-- ttft.
-- peers: the same stack with SDPA's FlashAttention-2 and cuDNN.
-- products: the linear layers' GEMMs alone.
-- decode: one and four sessions, full and DELTA.
+- ready: one more start-up.
+- ttft: TTFT of prompts of --tokens.
+- peers: TTFT with SDPA's FlashAttention-2 and cuDNN in place of our attention.
+- products: the GEMMs of linear layers alone.
+- decode: time per token of one and of four sessions, with full attention and with DELTA.
 - throughput: --prompts of --prompt-tokens, sent together. prefill.cache_tokens and decode.cache_tokens must
-  have room for the next one.
+  have room for one more prompt.
 - questions: TTFT of a question to a session of --decode-tokens, with --recompute blocks recomputed.
-- asked: the same for a prompt of --tokens that ends in its question.
-- cached: TTFT of cached prompts, in a separate service: another question, a new last quarter, and a
-  conversation of 43 turns that grows to --turn-tokens.
-- tiers: TTFT of prompts in --host-gib of host memory and in a directory, while the decode worker has room for
-  one (`tiers.py`).
+- asked: TTFT of a prompt of --tokens that ends in its question, with --recompute blocks recomputed.
+- cached: TTFT of cached prompts, in a separate service: with another question, with a new last quarter, and
+  in a conversation of 43 turns that grows to --turn-tokens.
+- tiers: TTFT of prompts in --host-gib of host memory and on disk, while the decode worker has room for one
+  (`tiers.py`).
 
---files 16 fp8 runs every case with 16-bit and with compressed-tensors FP8 files. Cases of the latter end with
-_files. With --quantisation fp8 both are held alike.
---kv-dtypes 16 int8 runs every case with each dtype of the KV cache, in this order. Rows of int8 have
-`kv_dtype`.
-Each row is printed and merged into --result at once, so several runs on several machines can fill one file.
-On a CPU:
+--files 16 fp8 runs every case with 16-bit and with compressed-tensors FP8 files. Names of FP8 cases end with
+_files. With --quantisation fp8 both have FP8 weights on the GPU. --kv-dtypes 16 int8 runs every case with
+each dtype of the KV cache, in this order. Rows with int8 have the field `kv_dtype`. Each row is printed and
+merged into --result at once, so several runs on several machines can fill one file. On a CPU:
 
     … --shape tiny --cases ttft products decode --tokens 4096 --densities 0.5 --decode-tokens 512 --chunk 1024
 """
@@ -67,7 +66,8 @@ BY_DEFAULT = ("ready", "ttft", "peers", "products", "decode")
 CASES = (*BY_DEFAULT, "throughput", "questions", "asked", "cached", "tiers")
 SERVED = {"ttft", "decode", "peers", "throughput", "questions", "asked"}
 DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
-"""Densities of `dpxa` by prompt length. A prompt gets that of the nearest length, by ratio."""
+"""Densities of `dpxa` by prompt length in tokens. A prompt gets the density of the nearest length, by
+ratio."""
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -134,7 +134,7 @@ class Run:
     @property
     def session_tokens(self) -> list[int]:
         count = self.given.sessions * ("decode" in self.given.cases) or int("questions" in self.given.cases)
-        asked = [max(self.given.tokens)] * ("asked" in self.given.cases)  # for room to compute blocks again
+        asked = [max(self.given.tokens)] * ("asked" in self.given.cases)  # room to recompute blocks
         return [self.given.decode_tokens] * count or asked
 
     def model_of(self, files: str) -> Path:
@@ -173,8 +173,8 @@ class Run:
         )
 
     def keep(self, one: Row, setup: Setup | None) -> None:
-        """Print and write a row at once, so that an interrupted run keeps it. setup: None for a row without
-        the service."""
+        """Print and write a row at once, so that an interrupted run keeps it. setup: None if no service
+        ran."""
         made = {**one}
         if setup is not None:
             mark = self.mark if setup.model == self.model else f"{self.mark}_files"
@@ -205,8 +205,8 @@ class Run:
         cache = self.given.kernel_cache
         cold = not cache.is_dir() or not any(cache.iterdir())
         environment = {
-            "RAY_memory_monitor_refresh_ms": "0",  # some machines' memory grows as it is used
-            "PYTHONDONTWRITEBYTECODE": "",  # a warm start has byte code, as installed packages have
+            "RAY_memory_monitor_refresh_ms": "0",  # some machines have more memory than Ray sees at first
+            "PYTHONDONTWRITEBYTECODE": "",  # so that a warm start finds byte code, like installed packages
         }
         with tempfile.TemporaryDirectory() as folder:
             path = setup.write(Path(folder))
@@ -221,7 +221,7 @@ class Run:
     # --- the cases ---------------------------------------------------------------------------------------
 
     def first_tokens(self, client: DeltafrontClient, setup: Setup, methods: dict[str, str]) -> None:
-        """Measure TTFT with one prompt for each group at once. methods: name → case."""
+        """Measure TTFT with one prompt per prefill group, sent together. methods: name → case."""
         given = self.given
         for method, case in methods.items():
             lengths = given.peer_tokens if case.endswith("_stack") and given.peer_tokens else given.tokens
@@ -324,7 +324,7 @@ class Run:
                 print("compilations: the service does not count them", flush=True)
             else:
                 self.keep(row("compilations", after, "kernels", gpus=setup.gpus), setup)
-            if "peers" in given.cases:  # last: cuDNN builds a plan for each length, which is not counted
+            if "peers" in given.cases:  # last, because cuDNN first builds a plan for each length
                 self.first_tokens(client, setup, {name: f"ttft_{name}_stack" for name in given.peers})
 
     def products(self) -> None:
@@ -340,7 +340,7 @@ class Run:
             raise SystemExit("--cases: peers need a GPU")
         for method in self.given.methods:
             for tokens in self.given.tokens:
-                self.options(method, tokens)  # a density that cannot be is told before anything is made
+                self.options(method, tokens)  # raises for an impossible density before any work begins
         began = time.perf_counter()
         for files in self.given.files:
             write_model(self.model_of(files), self.shape, self.device, fp8_files=files == "fp8")

@@ -1,9 +1,9 @@
-"""Greedy answers of the service to the same prompts, to compare two checkouts or two configurations.
+"""Writes the service's greedy answers to fixed prompts, to compare two checkouts or two configurations.
 
     python benchmarks/engine/answers.py OUT.json [--tokens 131072] [--ranks 2] …
 
-Run it as a file, with the checkout to be asked as `deltafront` on the path. It prints each answer's first
-tokens and writes all of them, by method and page selection.
+Run it as a file, with the checkout to test as `deltafront` on the path. It prints each answer's first tokens
+and writes all tokens, by method and page selection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time to first token of prompts with a prefix hit. Each row checks that there was one."""
+"""Measures TTFT of prompts with a prefix cache hit, and checks that each prompt has a hit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from deltafront.service.request.answers import GenerateFinished
 
 Ids = Sequence[int]
 Made = Callable[[int, int], list[int]]
-"""(tokens, seed) -> token ids."""
+"""(tokens, seed) -> token ids of a prompt."""
 TURNS, GROWTH = 43, 444
-"""Turns of the median agent in published traces, and the tokens that each adds."""
+"""Turns of the median agent in published traces, and the tokens that each turn adds."""
 
 
 def question_again(
     client: DeltafrontClient, made: Made, tokens: int, repeats: int, options: Mapping[str, float], gpus: int
 ) -> Row:
-    """`ttft_cached_gpu`: a cached prompt, followed by another question."""
+    """Measure `ttft_cached_gpu`: TTFT of a cached prompt with another question at its end."""
     document = made(tokens, 1)
     measure.first_token(client, document, "dpxa", options)
     results = [
@@ -32,8 +32,8 @@ def question_again(
 def long_rest(
     client: DeltafrontClient, made: Made, tokens: int, repeats: int, options: Mapping[str, float], gpus: int
 ) -> Row:
-    """`ttft_long_rest`: three quarters of a prompt are cached. The parts say which worker prefilled the
-    rest."""
+    """Measure `ttft_long_rest`: TTFT of a prompt of which three quarters are cached. The row's parts show
+    which worker prefilled the rest."""
     results = []
     for n in range(repeats):
         prompt, known = made(tokens, 200 + n), tokens * 3 // 4
@@ -43,7 +43,8 @@ def long_rest(
 
 
 def turns(client: DeltafrontClient, made: Made, tokens: int, options: Mapping[str, float], gpus: int) -> Row:
-    """`ttft_turns`: a conversation grows to so many tokens; the median of all turns but the first."""
+    """Measure `ttft_turns`: median TTFT of the turns, except the first, of a conversation that grows to
+    `tokens` tokens."""
     everything = made(tokens, 300)
     ends = range(tokens - (TURNS - 1) * GROWTH, tokens + 1, GROWTH)
     results = [measure.first_token(client, everything[:end], "dpxa", options) for end in ends]
@@ -58,9 +59,9 @@ def cached_row(
     least: int,
     where: str = "cached_tokens",
 ) -> Row:
-    """Make a row of the median. where: the field of Usage that counts what was found.
+    """Make a row of the median TTFT. Raises RuntimeError if a prompt had a hit of fewer than `least` tokens.
 
-    Raises RuntimeError where a prompt found fewer than `least` tokens.
+    where: The field of `Usage` that counts the tokens of the hit.
     """
     found = [getattr(one.usage, where) for one in results]
     if min(found) < least:

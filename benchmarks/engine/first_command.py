@@ -1,6 +1,7 @@
-"""First tokens of `serve --model DIR` without a flag, beside those of a configuration by hand.
+"""Compares TTFT of `serve --model DIR` without other flags with TTFT of a configuration written by hand.
 
-One GPU, or the tiny shape without one. Prints one line of JSON for each start, and the ratio of the medians.
+It runs on one GPU, or with the tiny shape on a CPU. It prints one line of JSON per start, and the ratio of
+the medians.
 
     python -m deltafront.benchmarks.engine.first_command --tokens 131072
 """
@@ -31,7 +32,7 @@ from deltafront.service.local.readiness import SERVING, health
 ADDRESS = "127.0.0.1:9000"
 START_S = 400.0
 OPTIONS = {"share": 0.05, "min_tokens": 0}
-"""dpxa's, so that both starts compute the same tiles."""
+"""Options of dpxa with which both starts compute the same number of tiles."""
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def serving(flags: Sequence[str | Path]) -> Iterator[DeltafrontClient]:
 
 
 def first_tokens(flags: Sequence[str | Path], tokens: int, vocabulary: int, repeats: int) -> float:
-    """Print and return the median seconds. The first prompt compiles, and is left out."""
+    """Print and return the median TTFT in seconds, without the first prompt, which compiles kernels."""
     with serving(flags) as client:
         found = [
             measure.first_token(client, measure.random_ids(tokens, vocabulary, seed), "dpxa", OPTIONS)

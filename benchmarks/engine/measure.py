@@ -28,7 +28,7 @@ _TRIES = 30
 _TTL_S = 1800.0
 _TOLD_S = 4.0
 APPENDED = 16
-"""Tokens of a question to a session."""
+"""Tokens of a question that extends a session."""
 STRETCH = 8
 _COMPILATIONS = re.compile(r'^deltafront_kernel_compilations\{.*phase="serving".*\} (\S+)$', re.MULTILINE)
 
@@ -60,10 +60,10 @@ def first_token(
     """Generate one token after a prompt. The answer's timings are TTFT and its parts.
 
     Args:
-        blocks: Blocks to recompute for a question appended to the prompt. None: no question.
+        blocks: Append a question and recompute this number of blocks for it. None: no question.
 
     Raises:
-        RuntimeError: The service recomputed another number of blocks.
+        RuntimeError: The service recomputed a different number of blocks.
     """
     asked: dict[str, Any] = {}
     if blocks is not None:
@@ -83,7 +83,8 @@ def _checked(one: GenerateFinished, blocks: int) -> GenerateFinished:
 
 
 def ttft_row(case: str, results: Sequence[GenerateFinished], gpus: int) -> Row:
-    """Make a row of the median run (of two middle ones the longer), with its parts and density."""
+    """Make a row of the run with the median TTFT (the longer of two), with the parts of its TTFT and its
+    density."""
     middle = sorted(results, key=lambda one: one.timings.ttft_seconds)[len(results) // 2]
     made = row(
         case,
@@ -99,7 +100,7 @@ def ttft_row(case: str, results: Sequence[GenerateFinished], gpus: int) -> Row:
 def at_once(
     client: DeltafrontClient, prompts: Sequence[Sequence[int]], method: str, options: Mapping[str, float]
 ) -> list[GenerateFinished]:
-    """Time several prompts sent together, one for each group."""
+    """Time prompts that are sent together, one for each prefill group."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         jobs = [pool.submit(first_token, client, ids, method, options) for ids in prompts]
         return [job.result() for job in jobs]
@@ -133,8 +134,8 @@ def sessions(client: DeltafrontClient, prompts: Sequence[Sequence[int]], method:
 
 
 def token_ms(client: DeltafrontClient, asked: Sequence[str], selection: str, tokens: int) -> float:
-    """Return milliseconds per token while all sessions are decoded together. If they never overlap, ask twice
-    more for longer answers."""
+    """Return milliseconds per token while all sessions decode together. If their answers do not overlap, try
+    twice more with longer answers."""
     for longer in (1, 2, 4):
         arrivals = answers(client, asked, selection, longer * tokens)
         if spans := spans_together(arrivals):
@@ -162,8 +163,8 @@ def answers(client: DeltafrontClient, asked: Sequence[str], selection: str, toke
 
 
 def spans_together(arrivals: Sequence[Sequence[float]]) -> list[float]:
-    """Return the seconds of every STRETCH tokens of a stream while all streams run. Single tokens would
-    mislead, because some arrive together.
+    """Return the seconds between every STRETCH tokens of a stream while all streams run. Times between single
+    tokens would mislead, because some tokens arrive together.
     """
     begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
     return [
@@ -177,7 +178,7 @@ def spans_together(arrivals: Sequence[Sequence[float]]) -> list[float]:
 def token_rows(
     client: DeltafrontClient, asked: Sequence[str], answer: int, tokens: int, gpus: int
 ) -> Iterator[Row]:
-    """Measure full and DELTA decode of one session, and of all together if there are several."""
+    """Measure decode with full attention and with DELTA: of one session, and of all sessions together."""
     for batch in sorted({1, len(asked)}):
         for selection in ("full", "delta"):
             name = f"token_{selection}" if batch == 1 else f"batch{BATCH}_token_{selection}"
@@ -206,8 +207,8 @@ def question_row(
 
 
 def compilations(address: str) -> float | None:
-    """Return the number of kernels compiled since the service was ready, from its metrics; None if they lack
-    it. Waits first, because workers report once a second.
+    """Return the number of kernels compiled since the service was ready, from its metrics; None if it has no
+    such metric. Wait first, because workers report once a second.
     """
     time.sleep(_TOLD_S)
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:

@@ -1,7 +1,7 @@
-"""A model directory of any shape with random weights, written as fast as its storage takes it.
+"""Writes a model directory of any shape with random weights, as fast as the disk allows.
 
-Safetensors shards are laid out here rather than by the library, which copies every tensor three times on the
-way and holds the interpreter's lock meanwhile; the format is a length, a JSON header and the bytes.
+It writes safetensors shards itself: a length, a JSON header and the bytes. The library would copy every
+tensor three times and hold the GIL meanwhile.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ SHAPES: Mapping[str, ModelConfig] = {
     "gemma-12b": _GEMMA_12B,
     "tiny": replace(TINY, head_dim=64),
 }
-"""By name. `32b` and `30b-a3b` are Qwen3's, `gemma-12b` is Gemma 3's, `air-8` has 8 of GLM-4.5-Air's 46
-layers; `tiny` is for a CPU."""
+"""Model shapes by name. `32b` and `30b-a3b` are Qwen3's, `gemma-12b` is Gemma 3's, `air-8` has 8 of the 46
+layers of GLM-4.5-Air, `tiny` is for a CPU."""
 
 _FP8_FILES = {
     "quant_method": "compressed-tensors",
@@ -119,10 +119,11 @@ _ENDS = "ends"
 def write_model(
     directory: Path, shape: ModelConfig, device: torch.device, *, fp8_files: bool = False
 ) -> None:
-    """A directory that `workers.model` loads: bf16 weights drawn on `device`, a tokenizer of few words.
+    """Write a directory that `workers.model` loads: bf16 weights drawn on `device`, a tokenizer of few words.
 
-    fp8_files: the layers' matrices are stored in e4m3 by compressed-tensors, as `quantise_rows` rounds them.
-    Weights of this shape that are there already stay; config.json is written last, so that they are whole.
+    If the directory already has weights of this shape, they stay. config.json is written last, so a directory
+    with config.json is complete. fp8_files: Store the layers' matrices as compressed-tensors e4m3, rounded by
+    `quantise_rows`.
     """
     config = _config(shape) | ({"quantization_config": _FP8_FILES} if fp8_files else {})
     path = directory / "config.json"
@@ -148,7 +149,7 @@ def write_model(
 
 
 def _stored(name: str, shape: ModelConfig) -> str:
-    """The family's name of a tensor."""
+    """Return the name of a tensor in the files of the model's family."""
     own = {f".{ours}.": f".{theirs}." for theirs, ours in FAMILIES[shape.architecture].tensors.items()}
     return next((name.replace(ours, theirs) for ours, theirs in own.items() if ours in name), name)
 
@@ -156,7 +157,7 @@ def _stored(name: str, shape: ModelConfig) -> str:
 def _write_shard(
     path: Path, shard: Mapping[str, tuple[int, ...]], device: torch.device, seed: int, fp8_files: bool
 ) -> list[str]:
-    """Return the names of its tensors."""
+    """Write a shard and return the names of its tensors."""
     generator = torch.Generator(device).manual_seed(seed)
     header: dict[str, Any] = {}
     end = 0
@@ -168,7 +169,7 @@ def _write_shard(
             start, end = end, end + _BYTES[kind] * torch.Size(shape).numel()
             header[part] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # tensors must begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, size in shard.items():
@@ -183,7 +184,7 @@ def _write_shard(
 
 
 def _draw(size: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Norms are ones; a matrix keeps the size of what it multiplies."""
+    """Draw a matrix that preserves the magnitude of its input. A norm's weights are ones."""
     tensor = torch.ones(size, dtype=torch.bfloat16, device=device)
     return tensor if len(size) == 1 else tensor.normal_(0.0, size[-1] ** -0.5, generator=generator)
 
@@ -191,7 +192,7 @@ def _draw(size: tuple[int, ...], device: torch.device, generator: torch.Generato
 def _config(shape: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": [shape.architecture],
-        "model_type": FAMILIES[shape.architecture].model_type,  # for those who read it by transformers
+        "model_type": FAMILIES[shape.architecture].model_type,  # transformers needs it
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
         **_mlp(shape),
@@ -239,5 +240,5 @@ def _mlp(shape: ModelConfig) -> dict[str, Any]:
 
 
 def _positions(shape: ModelConfig) -> dict[str, int]:
-    """Return the keys of config.json that may change without other weights."""
+    """Return the keys of config.json that can change while the weights stay the same."""
     return {"max_position_embeddings": shape.positions}

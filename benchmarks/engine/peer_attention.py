@@ -1,6 +1,5 @@
-"""torch's own attention over a chunk: SDPA's FlashAttention-2 and cuDNN.
-
-Shape suffixes as in `kernels.interface`.
+"""torch's attention over a chunk: SDPA's FlashAttention-2 and cuDNN. `kernels.interface` explains the
+suffixes.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileM
 from deltafront.tests.numerics import assert_rows_close
 
 Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, ...]]
-"""(q, k, v, causal, scale) -> (out_BHTD, natural logsumexp of each row, …). causal: square, aligned."""
+"""(q, k, v, causal, scale) -> (out_BHTD, natural logsumexp of each row, …). causal: q and k have the same
+positions."""
 
 
 class Peer:
-    """Exact attention over every key, by `attend_all`."""
+    """An attention backend that computes exact attention over every key by `attend_all`."""
 
     def __init__(self, attend_all: Callable[[AttentionInput], torch.Tensor]) -> None:
         self._attend_all = attend_all
@@ -38,16 +38,16 @@ class Peer:
 
 
 def fa2(x: AttentionInput) -> torch.Tensor:
-    """The operator aligns its causal mask at the lower right, which is what a chunk needs (so does
-    `torch.nn.attention.bias.causal_lower_right`)."""
+    """Compute a chunk with FlashAttention-2, whose causal mask is aligned at the lower right, as a chunk
+    needs (like `torch.nn.attention.bias.causal_lower_right`)."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention
     out: torch.Tensor = attend(x.q_BHTD, x.k_BGSD, x.v_BGSD, 0.0, True, False, scale=x.scale)[0]
     return out
 
 
 def cudnn(x: AttentionInput) -> torch.Tensor:
-    """cuDNN's mask is aligned at the upper left: so the keys before the chunk without a mask, the chunk's own
-    with it."""
+    """Compute a chunk with cuDNN, whose causal mask is aligned at the upper left. So attend to the keys
+    before the chunk without a mask, and to the chunk's own keys with it."""
 
     def part(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
@@ -59,7 +59,8 @@ def cudnn(x: AttentionInput) -> torch.Tensor:
 
 
 def in_two_parts(x: AttentionInput, part: Part) -> torch.Tensor:
-    """softmax(q kᵀ · scale) v from the keys before the chunk and those of the chunk, by their logsumexps."""
+    """Compute softmax(q kᵀ · scale) v by `part` over the keys before the chunk and over the chunk's keys, and
+    combine both by their logsumexps."""
     q, start = x.q_BHTD, x.q_start
     own, own_lse = part(q, x.k_BGSD[:, :, start:], x.v_BGSD[:, :, start:], True, x.scale)[:2]
     if start == 0:
@@ -70,7 +71,7 @@ def in_two_parts(x: AttentionInput, part: Part) -> torch.Tensor:
 
 
 def check(device: torch.device) -> None:
-    """Both against our dense, a chunk in the middle of a prompt; raises AssertionError."""
+    """Compare both with our dense attention on a chunk in the middle of a prompt. Raises AssertionError."""
 
     def draw(heads: int, rows: int) -> torch.Tensor:
         return torch.randn(1, heads, rows, 128, device=device, dtype=torch.bfloat16)

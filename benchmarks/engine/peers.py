@@ -1,7 +1,7 @@
-"""Registers torch's own attention as methods of the service, to compare ours with.
+"""Registers torch's attention as methods of the service, to compare ours with.
 
-`fa2` is SDPA's FlashAttention-2 and `cudnn` SDPA's cuDNN, over the same layers, chunks and pages. Named in
-`prefill.method_modules`. Free of torch.
+`fa2` is SDPA's FlashAttention-2 and `cudnn` SDPA's cuDNN, with the same layers, chunks and pages. Name this
+module in `prefill.method_modules` to use them. It must not import torch, because the front door imports it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from deltafront.kernels.methods import register
 
 @dataclass(frozen=True)
 class Fa2Options:
-    """FlashAttention-2 takes none."""
+    """FlashAttention-2 has no options."""
 
 
 @dataclass(frozen=True)
 class CudnnOptions:
-    """cuDNN takes none."""
+    """cuDNN has no options."""
 
 
 _PARTS = f"{__package__}.peer_attention"

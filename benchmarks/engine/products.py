@@ -1,4 +1,4 @@
-"""Times the linear layers' GEMMs of a prompt alone, with nothing between them."""
+"""Times only the GEMMs of a prompt's linear layers, one after the other."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from deltafront.workers.model.directory.model_config import ModelConfig
 def products_s(
     shape: ModelConfig, tokens: int, chunk: int, device: torch.device, dtype: torch.dtype, repeats: int
 ) -> float:
-    """Return the median seconds of all layers' GEMMs for a prompt in chunks. The last layer has only its
-    first GEMM, except for the prompt's last block, as in a stage.
+    """Return the median seconds of all layers' GEMMs for a prompt in chunks. As in a stage, the last layer
+    runs only its first GEMM, except for the prompt's last block.
 
-    One layer's weights serve all: they are several times what L2 holds. Random numbers, since a GPU
-    multiplies zeros faster.
+    All layers share one layer's weights, which are several times larger than L2. Weights are random numbers,
+    because a GPU multiplies zeros faster.
     """
     every = list(products(shape, tokens, chunk))
     weights = {one[1:]: _draw(*one[1:], device, dtype) for one in set(every)}
@@ -35,7 +35,7 @@ def products_s(
 
 
 def products(shape: ModelConfig, tokens: int, chunk: int) -> Iterator[tuple[int, int, int]]:
-    """Yield rows, output and input width of each GEMM, in a stage's order."""
+    """Yield rows, output width and input width of each GEMM, in the order of a stage."""
     for start in range(0, tokens, chunk):
         rows = min(chunk, tokens - start)
         for layer in range(1, shape.layers + 1):
@@ -47,8 +47,8 @@ def products(shape: ModelConfig, tokens: int, chunk: int) -> Iterator[tuple[int,
 
 
 def matrices(shape: ModelConfig) -> list[tuple[int, int]]:
-    """Return output and input widths of a layer's GEMMs: QKV; output; gate and up; down. A token's experts
-    count as one MLP of their total width."""
+    """Return output and input widths of a layer's GEMMs: QKV, attention output, gate with up, and down. A
+    token's experts count as one MLP of their total width."""
     inner, mixture = shape.intermediate, shape.mixture
     if mixture is not None:
         inner = inner * mixture.per_token + mixture.shared_width

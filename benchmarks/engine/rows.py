@@ -1,10 +1,10 @@
-"""Rows of results, in one file that several runs on several machines fill. Pure, but for reading and writing.
+"""Result rows, in one file to which runs on several machines add.
 
-A row is `case, tokens, gpus, density, value, unit`. `gpus` counts prefill's GPUs. `parts` are the parts of
-TTFT. `decode_gpu` names the GPU that decoded; `alone`: no service ran. `ranks`: the decode worker's ranks, if
-several. `kv_dtype`: the KV cache's dtype, if not 16 bits. `chunk`: the longest chunk (older rows lack it:
-8,192 on one GPU). `commit`: the row's commit, if not the file's. Rows of `derived` are computed anew whenever
-the file is written.
+A row has `case`, `tokens`, `gpus` (of prefill), `density`, `value` and `unit`, and where they apply: `parts`,
+the parts of TTFT; `decode_gpu`, the GPU that decoded, or `alone` if no service ran; `ranks`, the decode
+worker's ranks, if several; `kv_dtype`, if not 16 bits; `chunk`, the longest chunk (8,192 tokens on one GPU in
+older rows without it); `commit`, if not the file's. Rows of `derived` are recomputed whenever the file is
+written.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from deltafront.benchmarks.harness import write_json
 Row = dict[str, Any]
 Key = tuple[str, int, int, int, str]
 BATCH = 4
-"""Requests in the batch that is measured besides single requests."""
+"""Batch size of decode measurements with several requests."""
 _GROUPS = "_groups_"
 
 
 def row(
     case: str, value: float, unit: str, *, tokens: int = 0, gpus: int = 1, density: float | None = None
 ) -> Row:
-    """Make a row. tokens: 0 if it has no single length."""
+    """Make a row. tokens: 0 if the case has no single prompt length."""
     rounded = round(density, 4) if density is not None else None
     return {"case": case, "tokens": tokens, "gpus": gpus, "density": rounded, "value": value, "unit": unit}
 
 
 def throughput_row(method: str, rate: float, tokens: int, gpus: int, groups: int) -> Row:
-    """Make a row of prompts per second of all groups together. gpus: of all groups."""
+    """Make a row of prompts per second. `rate` and `gpus` are totals over all prefill groups."""
     name = f"prompts_per_s_{method}"
     return row(name if groups == 1 else f"{name}{_GROUPS}{groups}", rate, "1/s", tokens=tokens, gpus=gpus)
 
 
 def key(one: Row) -> Key:
-    """Return a row's key. Rows of the same measurement have equal keys."""
+    """Return the key of a row. Rows that repeat a measurement have the same key."""
     held = [one["decode_gpu"]] if one.get("decode_gpu") == "mapped" else []
     held += [one[name] for name in ("kv_dtype", "shape") if name in one]
     return str(one["case"]), int(one["tokens"]), int(one["gpus"]), int(one.get("ranks", 1)), " ".join(held)
 
 
 def merged(old: Mapping[str, Any] | None, rows: Iterable[Row], gpu: str, commit: str) -> dict[str, Any]:
-    """Return the file's new content. Rows of the same key are replaced; others stay, with their commit."""
+    """Return the file's new content. New rows replace old rows with the same key. Other old rows stay, with
+    their commit."""
     kept: dict[Key, Row] = {}
     if old is not None:
         for one in old["rows"]:
@@ -66,9 +67,9 @@ def merge_into(path: Path, rows: Iterable[Row], gpu: str, commit: str) -> dict[s
 
 
 def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
-    """Derive rows from the measured ones: a pipeline's efficiency against one GPU, the hand-off's share of
-    TTFT, projections over their plain GEMMs, full over DELTA decode, several groups over one, and a token
-    with an 8-bit KV cache over one with 16 bits. Only rows of one commit are compared.
+    """Derive ratios from measured rows: a pipeline's efficiency compared with one GPU, the KV hand-off's
+    share of TTFT, projections over plain GEMMs, full decode over DELTA decode, several prefill groups over
+    one, and decode with an 8-bit KV cache over 16 bits. Only rows of one commit are compared.
     """
     for (case, tokens, gpus, ranks, held), one in rows.items():
         like: Row = {name: one[name] for name in ("ranks", "kv_dtype", "shape") if name in one}
@@ -102,7 +103,7 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
             )
         in_16_bits = " ".join(part for part in held.split() if part != kv_dtype)
         wide = beside((case, tokens, gpus, ranks, in_16_bits))
-        step = case.removesuffix("_fp8").endswith(("token_full", "token_delta"))  # of weights in 8 bits, too
+        step = case.removesuffix("_fp8").endswith(("token_full", "token_delta"))  # includes FP8 weights
         if kv_dtype and step and wide is not None:
             yield ratio(f"{case}_kv_over_16_bits", one["value"] / wide["value"])
         delta = beside((f"batch{BATCH}_token_delta", tokens, gpus, ranks, held))

@@ -1,4 +1,4 @@
-"""The measured service's configuration, and the GPU memory that it takes."""
+"""The configuration of the measured service, and the GPU memory that it needs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.settings import KVDtype
 
 ANSWER_ROOM = 1024
-"""Tokens of a prompt's room beyond it: what is appended and answered."""
+"""Tokens that each prompt gets in addition to its length, for extensions and answers."""
 _BESIDE = 0.6, 0.4
-"""Shares of a GPU for a stage and the decode worker where they meet: two stages cannot."""
+"""Shares of a GPU for a stage and a decode worker on the same GPU. Two stages never fit one GPU."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Setup:
     """The configuration of one measured service.
 
     Attributes:
-        tokens: The longest prompt.
+        tokens: Tokens of the longest prompt.
         sessions: Tokens of each session to decode from.
         ranks: GPUs of the decode worker.
-        decode_gpu: `own`; `last`: a stage's; `mapped`: the only stage's, with one copy of weights and KV
-            cache; `none`: the KV cache is in host memory, which suffices for first tokens.
+        decode_gpu: `own`: a GPU without a stage. `last`: a stage's GPU. `mapped`: the only stage's GPU, with
+            one copy of weights and KV cache. `none`: the CPU, which is enough for first tokens.
         more: Further keys to set, `section.key` → value.
     """
 
@@ -59,19 +59,19 @@ class Setup:
 
     @property
     def decode_tokens(self) -> int:
-        """KV cache for all concurrent requests, with room for their answers."""
+        """Tokens of KV cache for all concurrent requests and their answers."""
         at_once = max(self.groups * (self.tokens + ANSWER_ROOM), sum(self.sessions) + 8 * ANSWER_ROOM)
         return _whole(at_once, PAGE_TOKENS)
 
     def content(self) -> dict[str, Any]:
-        """Return the configuration file's content."""
+        """Return the content of the service's configuration file."""
         on_gpu = self.device == "cuda"
         decodes_on_gpu = on_gpu and self.decode_gpu != "none"
         mapped = self.decode_gpu == "mapped"
         beside = _BESIDE if mapped or self.decode_gpu == "last" else (1, int(decodes_on_gpu))
         transport = "mapped" if mapped else "cuda_ipc" if decodes_on_gpu else "object_store"
         if self.decode_gpu == "last" and self.ranks > 1:
-            beside = 1, 0  # then rank i takes the host's GPU i
+            beside = 1, 0  # so that rank i takes GPU i of the host
         stage, decode = beside if on_gpu else (0, 0)
         cpus = 1 if on_gpu else 0.1
         threads = 4 if on_gpu else 1
@@ -87,7 +87,7 @@ class Setup:
                 "cpus_per_stage": cpus,
                 "gpus_per_stage": stage,
                 "method_modules": [f"{__package__}.peers"],
-                "method_options": {"dpxa": {"share": 0.05}},  # so that warm-up compiles the measured rule
+                "method_options": {"dpxa": {"share": 0.05}},  # warm-up compiles the rule that is measured
                 "warm_up": ["dense", "dpxa"],
             },
             "decode": {
@@ -96,7 +96,7 @@ class Setup:
                 "append_chunk_tokens": 512,
                 "page_selection": "full",
                 "page_budget": 256,
-                "recompute_blocks": 0,  # requests that are timed with blocks say how many
+                "recompute_blocks": 0,  # a request that recomputes blocks gives their number
                 "kv_dtype": self.kv_dtype,
                 "delta_layers": delta_layers(self.shape.layers, self.shape.windows),
                 "device": "cuda" if decodes_on_gpu else "cpu",
@@ -127,7 +127,7 @@ class Setup:
         return path
 
     def fullest_gib(self, reserve_gib: float = RESERVE_GIB) -> float:
-        """Return GiB of the fullest GPU: weights, KV cache, and a reserve for each process on it."""
+        """Return the GiB needed on the fullest GPU: weights, KV cache, and a reserve for each process."""
         kind = self.more.get("model.quantisation")
         stage = stage_bytes(self.shape, self.stages, self.prefill_tokens, "bfloat16", kind, self.kv_dtype)
         decode = rank_bytes(self.shape, self.ranks, self.decode_tokens, "bfloat16", kind, self.kv_dtype)
@@ -138,14 +138,14 @@ class Setup:
 
 
 def delta_layers(layers: int, windows: Collection[int] = ()) -> list[int]:
-    """Return four Δ-layers spread over the depth, after the two full layers and without windows; fewer if the
-    model has few layers."""
+    """Choose four Δ-layers, evenly spaced after the first two layers and without windows; fewer if the model
+    has few layers."""
     free = [layer for layer in range(2, layers) if layer not in windows]
     return sorted({free[(2 * part + 1) * len(free) // 8] for part in range(4)})
 
 
 _FORCED = 6
-"""Blocks of sink and window that `dpxa` keeps in every row, also where they are more than its share."""
+"""Blocks of sink and window that `dpxa` keeps in every row, even if its share is smaller."""
 
 
 def dpxa_share(density: float, tokens: int) -> float:

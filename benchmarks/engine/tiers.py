@@ -1,7 +1,7 @@
-"""Time to first token of prompts loaded from host memory and disk, and how that slows other requests' tokens.
+"""Measures TTFT of prompts loaded from host memory and disk, and the slowdown of other requests meanwhile.
 
-The decode worker has room for one document and a short session. Two documents push each other out of it, so
-each question finds its document in host memory alone. A service that is started anew finds them on disk.
+The decode worker has room for one document and a short session. Two documents evict each other, so each
+question finds its document only in host memory. A restarted service finds them on disk.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ GROUP_TOKENS = GROUP_PAGES * PAGE_TOKENS
 _PATIENCE_S = 120.0
 _ROUNDS, _ANSWER = 5, 640
 _QUESTIONS, _FIRST_S, _EVERY_S = 6, 0.25, 0.75
-"""Questions that are asked while another session's answer is timed, when the first is, and the time from one
-to the next."""
+"""Number of questions asked while another session's answer is timed, seconds to the first question, and
+seconds between questions."""
 _READERS = 4
 _CHUNK = 8 << 20
 
 
 def _session(tokens: int) -> int:
-    """Tokens of the session whose own are timed while documents of `tokens` move."""
+    """Return the length, in tokens, of the session that decodes while documents of `tokens` tokens are
+    loaded."""
     return tokens // 8
 
 
 def settings(tokens: int, host_gib: float, store: Path, *, mapped: bool) -> dict[str, Any]:
-    """Return what the service's configuration sets. mapped: stages use the decode worker's pages."""
+    """Return keys for the service's configuration. mapped: Stages use the decode worker's pages."""
     room = (tokens + _session(tokens) + 4 * ANSWER_ROOM) // PAGE_TOKENS * PAGE_TOKENS
     return {
         **({"prefill.cache_tokens": room} if mapped else {}),
@@ -64,12 +65,13 @@ def measured(
     gpus: int,
     store: Path,
 ) -> Iterator[Row]:
-    """Yields `ttft_cached_host`, `token_while_moving`, and of services started anew `ttft_cached_disk`,
-    `disk_read` (the same files, read and thrown away) and their ratio.
+    """Yield rows `ttft_cached_host` and `token_while_moving`. Then restart services and yield
+    `ttft_cached_disk`, `disk_read` (the time to read the same files and discard them) and their ratio.
 
-    `token_while_moving` divides two times of a session's answer, the median of several pairs. The same number
-    of questions is asked meanwhile: in the first their documents come from host memory, in the second one
-    document stays on the GPU. So the ratio holds what moving costs, and not what reading a question does.
+    `token_while_moving` is the ratio of two times of a session's answer, the median of several pairs. The
+    same number of questions is asked during both answers. During the first, their documents come from host
+    memory; during the second, one document stays on the GPU. So the ratio is the cost of loading, without the
+    cost of the questions.
     """
     documents = [made(tokens - APPENDED, 400 + n) for n in range(2)]
     pages, least = tokens // PAGE_TOKENS, tokens - 5 * ANSWER_ROOM
@@ -98,7 +100,7 @@ def measured(
         forget_pages(store)
         with started() as client:
             results.append(ask(client, n, 200 + n))
-        forget_pages(store)  # a disk of a data centre is not equally fast at all times
+        forget_pages(store)  # a plain read follows each question, since the disk's speed varies over time
         reads.append(plain_read(_files(store)[: tokens // GROUP_TOKENS]))
     yield cached_row("ttft_cached_disk", results, tokens, gpus, tokens - 2 * GROUP_TOKENS, "disk_tokens")
     yield row("disk_read", round(statistics.median(reads), 4), "s", tokens=tokens, gpus=gpus)
@@ -116,11 +118,11 @@ def _answer_s(
     """Return the seconds of a session's answer while questions about documents are asked.
 
     Args:
-        ask: Asks the nth question.
-        from_host: The fewest and the most tokens that must come from host memory for a question.
+        ask: Asks question number n.
+        from_host: Minimum and maximum of the tokens that a question may load from host memory.
 
     Raises:
-        RuntimeError: More or fewer came, or a question was not asked during the answer.
+        RuntimeError: A question loaded more or fewer tokens, or was not asked during the answer.
     """
     began = time.perf_counter()
 
@@ -162,7 +164,7 @@ def _files(folder: Path) -> Sequence[Path]:
 
 
 def forget_pages(folder: Path) -> None:
-    """Drop a folder's files from the page cache, so that they are read from disk."""
+    """Drop a folder's files from the operating system's page cache, so that they are read from disk."""
     for path in _files(folder):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -173,7 +175,7 @@ def forget_pages(folder: Path) -> None:
 
 
 def plain_read(files: Sequence[Path]) -> float:
-    """Read files with several threads and discard the bytes. Returns seconds."""
+    """Read files with several threads, discard the bytes, and return the seconds."""
 
     def read(path: Path) -> None:
         room = bytearray(_CHUNK)

@@ -1,10 +1,11 @@
-"""vLLM's first tokens and next tokens, for the rows beside ours: the same shape, prompts and GPUs.
+"""Measures vLLM's TTFT and time per token with the shape, prompts and GPUs of our benchmark.
 
     python -m deltafront.benchmarks.engine.vllm_peer --ranks 2 --model DIRECTORY
 
-vLLM runs in this process, with random weights and its defaults (its FlashAttention, CUDA graphs and
-chunked prefill), but for the prompt's length. A token's time is that of a longer answer less a shorter one's,
-to prompts that its prefix cache holds. It needs vLLM, which this project does not install.
+vLLM runs in this process, with random weights and its defaults (FlashAttention, CUDA graphs and chunked
+prefill), except for the maximum prompt length. The time per token is the difference between a long and a
+short answer to prompts in vLLM's prefix cache, divided by the difference in tokens. The script needs vLLM,
+which this project does not install.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from deltafront.benchmarks.engine.setup import ANSWER_ROOM
 from deltafront.benchmarks.harness import commit_of
 
 SHORT, LONG = 16, 144
-"""Tokens of the two answers."""
+"""Tokens of the short and of the long answer."""
 
 
 def parsed() -> argparse.Namespace:
@@ -71,7 +72,7 @@ class Peer:
 
     def first_token_s(self) -> float:
         vocabulary, tokens = SHAPES[self._given.shape].vocab, self._given.tokens
-        self.seconds([random_ids(tokens, vocabulary, 1)], 1)  # warm
+        self.seconds([random_ids(tokens, vocabulary, 1)], 1)  # warm up
         return statistics.median(
             self.seconds([random_ids(tokens, vocabulary, 2 + n)], 1) for n in range(self._given.repeats)
         )
