@@ -1,6 +1,6 @@
-"""A decode worker: receives a prompt's KV into pages and decodes the answer.
+"""A decode worker: receives a prompt's KV into its pages and decodes the answer.
 
-Start at `worker` (its Ray actor) and `engine`, which finds a `request` in the `request_table` and plans its
-`reads`. `receiver` takes KV from stages. `scheduler` batches requests; `runner` lays them out as `step_rows`
-and computes steps with `decode_attention`.
+Start at `worker` (the Ray actor) and `engine`. `request_table` holds each `request`, `receiver` takes its KV
+from prefill stages, and `reads` plans what the worker prefills itself. `scheduler` batches requests. `runner`
+lays a batch out as `step_rows` and runs decode steps with `decode_attention`.
 """

@@ -1,8 +1,9 @@
 """The attention of a decode step, with DELTA's page selection (Algorithm 2).
 
 A Δ-layer attends to all pages and scores them: a token's score is its largest attention weight over heads, a
-page's score the sum over its tokens. Sparse layers up to the next Δ-layer attend to the K best pages, which
-include the last L. Other layers are dense. Every step selects again, separately for each request.
+page's score is the sum over its tokens. The sparse layers after it, up to the next Δ-layer, attend only to
+the K pages with the highest scores, which always include the last L pages. Other layers attend to all pages.
+Pages are selected anew in every step and for each request.
 
 Shape suffixes also: K selected pages, P columns of the page table.
 """
@@ -29,7 +30,7 @@ from deltafront.workers.settings import DecodeConfig
 
 
 class PageSelectionError(ValueError):
-    """Raised for a page selection that the configuration or the model does not allow."""
+    """The configuration or the model does not allow a page selection."""
 
 
 class LayerRole(Enum):
@@ -40,12 +41,12 @@ class LayerRole(Enum):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How each layer attends.
+    """The role of each layer in page selection.
 
     Attributes:
-        budget: Pages that a sparse layer attends to (K).
-        recency: How many of these are the last pages (L).
-        windows: Layers with a sliding window → its tokens.
+        budget: K, the number of pages that a sparse layer attends to.
+        recency: L, the number of last pages that are always among the K pages.
+        windows: The size in tokens of each layer's sliding window, by layer.
     """
 
     roles: tuple[LayerRole, ...]
@@ -58,8 +59,12 @@ class LayerPlan:
         return self.roles.count(LayerRole.SPARSE)
 
     def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
-        """Return two counts over all sparse layers of a step over `length` tokens: the pages attended to, and
-        all pages."""
+        """Count the pages that a step's sparse layers attend to, and all pages of these layers.
+
+        Args:
+            length: Tokens of the request, including the one being computed.
+            selects: Whether the request selects pages.
+        """
         pages = pages_for(length)
         return self.sparse_layers * (
             min(pages, self.budget) if selects else pages
@@ -70,12 +75,12 @@ class LayerPlan:
         return LayerRole.SCORING in self.roles
 
     def selects_pages(self, page_selection: str, default: str) -> bool:
-        """Say whether a request's sparse layers attend to selected pages only.
+        """Return whether a request's sparse layers attend only to selected pages.
 
         Args:
             page_selection: The request's value; empty: `default`.
         Raises:
-            PageSelectionError: The name is unknown, or it is `delta` and no layer is a Δ-layer.
+            PageSelectionError: The value is unknown, or it is `delta` and there is no Δ-layer.
         """
         name = page_selection or default
         if name == PageSelection.FULL:
@@ -93,7 +98,7 @@ class LayerPlan:
 def plan_layers(
     config: DecodeConfig, layers: int, windows: Mapping[int, int] = MappingProxyType({})
 ) -> LayerPlan:
-    """Plan every layer's role. Raises PageSelectionError, which names the wrong key."""
+    """Choose every layer's role. Raises PageSelectionError with the wrong key."""
     for problem in (*config.layer_problems(layers, windows), *config.contradictions()):
         raise PageSelectionError(problem)
     first = min(config.delta_layers, default=layers)
@@ -110,10 +115,11 @@ def plan_layers(
 
 @dataclass(frozen=True)
 class BatchRows:
-    """A step's requests, one row each.
+    """The batch of one decode step. Each request is a row.
 
     Attributes:
-        lengths_R: Tokens of each request, including the one being computed.
+        table_RP: Each request's page table.
+        lengths_R: Number of tokens of each request, including the one being computed.
         selects_R: int32, 1 for rows that select pages; None if no row does.
     """
 
@@ -123,10 +129,10 @@ class BatchRows:
 
 
 class StepAttention:
-    """Computes the attention of one decode step, with one query row a request.
+    """Computes the attention of one decode step, with one query per request.
 
-    Launches depend only on shapes and on whether any row selects pages. Ranks have different heads but choose
-    the same pages.
+    Kernel launches depend only on shapes and on whether any row selects pages. Tensor-parallel ranks have
+    different heads but select the same pages.
     """
 
     def __init__(
@@ -146,10 +152,10 @@ class StepAttention:
         v_PSGD: torch.Tensor,
         scales: Scales | None = None,
     ) -> torch.Tensor:
-        """Compute out_RHD of one layer. The pages must already hold the step's own KV.
+        """Compute one layer's attention output, out_RHD. This step's KV must already be in the pages.
 
         Args:
-            scales: The pages' scales, if the KV cache has 8 bits.
+            scales: The scales of an 8-bit KV cache.
         """
         role, rows = self._plan.roles[layer], self._rows
         args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
@@ -157,7 +163,7 @@ class StepAttention:
         if rows.selects_R is None or role is LayerRole.DENSE:
             return paged_attention(*args, **how, window=self._plan.windows.get(layer, 0))[0]
         if role is LayerRole.SPARSE:
-            assert self._selected is not None  # plan_layers puts a Δ-layer before every sparse layer
+            assert self._selected is not None  # every sparse layer comes after a Δ-layer (plan_layers)
             selected_RK, counts_R = self._selected
             out_RHD, _lse = paged_attention_sparse(*args, selected_RK=selected_RK, counts_R=counts_R, **how)
             return out_RHD
@@ -168,7 +174,7 @@ class StepAttention:
         selected_RK, counts_R = select_pages(
             page_score_RP, rows.lengths_R, budget=plan.budget, recency=plan.recency, page_tokens=PAGE_TOKENS
         )
-        self._selected = selected_RK, counts_R * rows.selects_R  # a count of 0 reads all pages
+        self._selected = selected_RK, counts_R * rows.selects_R  # a count of 0 means all pages
         return out_RHD
 
     def _over_all_heads(self, token_score_RS: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""A decode worker's engine, which needs no Ray.
+"""The engine of a decode worker. It does not import Ray.
 
-The event loop's thread owns all bookkeeping. A compute thread runs the tensor work of `scheduler` and
-`runner`, and a hand-off thread writes received KV. So renewing and cancelling a request wait for neither.
+The event loop's thread does all bookkeeping. A compute thread runs the tensor work of `scheduler` and
+`runner`, and a hand-off thread writes received KV. Cancelling or renewing a request therefore waits for
+neither.
 """
 
 import asyncio
@@ -63,15 +64,15 @@ _CLOSING = "the decode worker is shutting down"
 
 
 class DecodeEngine:
-    """Serves the requests of one decode worker. Construct it, `await start()`, and `await close()` at the
+    """Serves the requests of one decode worker. Call `start` before the first request, and `close` at the
     end.
 
     Args:
         name: The actor's name (`decode:<id>`).
         stack: Rank 0's part of the model.
-        ranks: The other ranks.
-        digest: The model's content digest, part of the names of KV files.
-        grammars: None: no answer may follow one.
+        ranks: The other tensor-parallel ranks.
+        digest: The model's content digest, which is part of the names of KV files.
+        grammars: Compiles the grammars of requests; None: requests with a grammar fail.
         wall: Returns seconds since the epoch.
     Raises:
         PageSelectionError, ValueError: The configuration does not fit the model.
@@ -124,13 +125,12 @@ class DecodeEngine:
         self._unavailable = _STARTING
 
     def exported_memory(self) -> ExportedObjects:
-        """Export the weights (`LayerStack`) and the pages (`PagedKVCache`), so that a stage on the same
-        device can map them.
-        """
+        """Export the weights (`LayerStack`) and the KV cache (`PagedKVCache`), so that a prefill stage on the
+        same GPU can map them."""
         return export_objects((self._stack, self._runner.cache), self._stack.device)
 
     def join(self, rendezvous: Rendezvous) -> None:
-        """Link rank 0 to the other ranks, before `start`."""
+        """Link rank 0 to the other ranks. Call it before `start`."""
         join_ranks(self._stack, rendezvous)
 
     async def start(self) -> None:
@@ -157,7 +157,7 @@ class DecodeEngine:
         with self._closing("copies to host memory and disk"):
             await asyncio.gather(*self._tasks[1:], return_exceptions=True)
         with self._closing("KV that is being received"):
-            await self._receiver.close()  # late writes do no harm: no other request gets these pages
+            await self._receiver.close()  # later writes do no harm: no other request gets these pages
         if self._tiers is not None:
             with self._closing("KV that is being loaded from disk"):
                 await self._tiers.close()
@@ -170,7 +170,7 @@ class DecodeEngine:
 
     @property
     def fault(self) -> str:
-        """The reason to replace the worker; empty while it works."""
+        """The reason to replace the worker; empty while the worker works."""
         if any(task.done() for task in self._tasks):
             return "the decode loop has stopped"
         return self._scheduler.fault or self._runner.fault
@@ -198,10 +198,10 @@ class DecodeEngine:
         )
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Reserve pages for a request, or wait for them if it asks to.
+        """Reserve pages for a request. Waits for free pages if `reservation.wait` is set.
 
         Raises:
-            ValueError: The reservation's counts contradict one another.
+            ValueError: The reservation's token counts contradict one another.
             DecodeFailed: The worker takes no requests, or the request was cancelled while it waited.
         """
         self._check_available()
@@ -223,8 +223,8 @@ class DecodeEngine:
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         """Begin the next attempt at a prompt (`DecodeWorker.resume`).
 
-        It waits for the last attempt's writes into the pages and drops later ones, so none overwrites KV of
-        the next attempt.
+        Waits until the last attempt's writes into the pages have ended; later ones are dropped. None can
+        overwrite KV of the next attempt.
         """
         self._check_available()
         await self._requests.being_read(request_id).pages.unused()
@@ -243,17 +243,17 @@ class DecodeEngine:
             while True:
                 event = await request.events.get()
                 if isinstance(event, FinishEvent):
-                    await request.pages.freed.wait()  # a caller who hears the end finds the pages free
+                    await request.pages.freed.wait()  # once the caller gets this event, the pages are free
                     yield event
                     return
                 yield event
         finally:
             request.close(FinishReason.CANCELLED, "the caller stopped reading")
-            if request.session is None:  # else wait until its door has confirmed the session, by `renew`
+            if request.session is None:  # else until the API server confirms the session, by `renew`
                 self._requests.forget(request)
 
     async def _grammar(self, job: GenerateJob) -> GrammarState | GrammarError | None:
-        """Compile a request's grammar in a thread, and go on to where a resumed answer is."""
+        """Compile a request's grammar in a thread, and advance it over the tokens of a resumed answer."""
         request = self._requests.find(job.request_id)
         if request is None or not request.options.constraint:
             return None
@@ -293,7 +293,7 @@ class DecodeEngine:
         self._submit_if_ready(request)
 
     def _take_up(self, request: DecodeRequest, span: str) -> None:
-        """Note that the request's caller listens from now on."""
+        """Record that the request's caller now waits for events: set lease, deadline and trace span."""
         now, options = self._clock(), request.options
         request.renewed, request.deadline, request.times.job = now, options.deadline, now
         request.span = self._tracer.begin(span, options.trace, self._clock, now)
@@ -322,7 +322,7 @@ class DecodeEngine:
         ids = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
         self._take_up(request, "keep")
         await request.settled()
-        with suppress(DecodeFailed):  # it has ended then, which is handled below
+        with suppress(DecodeFailed):  # the request has then ended, which is handled below
             await request.pages.come()
         if request.inbox.lost:
             request.close(FinishReason.NO_KV, request.inbox.lost)
@@ -337,7 +337,7 @@ class DecodeEngine:
         return SessionKept(request_id=job.request_id, session=session.message, report=report)
 
     def _keep(self, request: DecodeRequest, tokens: int, ids: bytes) -> Lease:
-        """Make a session of the request's first `tokens` tokens."""
+        """Keep the request's first `tokens` tokens as a session."""
         owner, ttl_s = request.reservation.owner, request.options.keep_ttl_s
         return self._manager.keep_session(request.pages, tokens, owner, ttl_s, self._wall(), token_ids=ids)
 

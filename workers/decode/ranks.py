@@ -1,9 +1,9 @@
-"""The ranks of a decode worker (tensor parallelism). Each has a share of the heads, their KV cache, and its
-part of every layer's matrices. The embedding and the router of experts are whole.
+"""Tensor parallelism in a decode worker. Each rank has a share of the heads, their KV cache, and its part of
+every layer's matrices. Every rank has the whole embedding and the whole expert router.
 
-Rank 0 is the worker. It schedules, and sends each piece of work to the other ranks before it begins its own.
-So all ranks make the same calls in the same order, and meet in the collectives of each layer. A page has the
-same number on all ranks. In a hand-off each rank reads only its own heads.
+Rank 0 runs the scheduler. It sends each call to the other ranks before it makes the call itself, so all ranks
+make the same calls in the same order and meet in each layer's collectives. A page has the same number on all
+ranks. In a KV hand-off, each rank copies only its own heads.
 """
 
 import asyncio
@@ -51,10 +51,8 @@ ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
 
 
 def device_of_rank(config: DecodeConfig, rank: int) -> str:
-    """Return a rank's device.
-
-    Ray shows all GPUs to a process that asks for none. Rank i then takes GPU i.
-    """
+    """Return a rank's device. If ranks request no GPUs from Ray, they see all GPUs, and rank i takes GPU
+    i."""
     shared = config.device == "cuda" and config.gpus == 0 and config.tensor_parallel > 1
     return f"cuda:{rank}" if shared else config.device
 
@@ -70,7 +68,7 @@ def make_threads(config: DecodeConfig, rank: int = 0) -> tuple[ThreadPoolExecuto
 
 
 def runner_sizes(config: DecodeConfig, model: ModelConfig) -> dict[str, Any]:
-    """Return `DecodeRunner`'s sizes and KV dtype, which are the same on every rank."""
+    """Return the arguments of `DecodeRunner` that are the same on every rank."""
     pages = config.cache_tokens // PAGE_TOKENS
     return {
         "pages": pages,
@@ -81,18 +79,18 @@ def runner_sizes(config: DecodeConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 class LeadRunner(DecodeRunner):
-    """Rank 0's runner, which makes every call on the other ranks, too.
+    """Rank 0's runner. It sends every call to the other ranks, too.
 
-    A call that fails leaves the ranks out of step, so no further call is made.
+    A call that fails leaves the ranks out of step, so all later calls fail.
     """
 
     def __init__(self, stack: LayerStack, plan: LayerPlan, ranks: Sequence[Rank] = (), **sizes: Any) -> None:
         super().__init__(stack, plan, **sizes)
         self.ranks = ranks
         self._sent: tuple[int, ...] = ()
-        """Keys of the rows that the other ranks have received."""
+        """Keys of the batch's rows that the other ranks have received."""
         self.fault = ""
-        """The reason to replace the worker; empty while its ranks are in step."""
+        """The reason to replace the worker; empty while the ranks are in step."""
 
     def lose(self, error: BaseException) -> None:
         """Record that a rank is lost or out of step; later calls fail."""
@@ -100,7 +98,7 @@ class LeadRunner(DecodeRunner):
 
     @contextmanager
     def _on_all(self, work: str, *arguments: Any) -> Iterator[None]:
-        """Send a call to the other ranks. The block makes rank 0's own."""
+        """Send a call to the other ranks. The `with` block makes the same call on rank 0."""
         if self.fault:
             raise RuntimeError(self.fault)
         try:
@@ -148,7 +146,7 @@ class LeadRunner(DecodeRunner):
             return super().choose(masks)
 
     def _unsent(self, rows: Sequence[Row]) -> Sequence[Row] | None:
-        """Return the rows, or None if the other ranks have them."""
+        """Return the rows, or None if the other ranks already have them."""
         keys = tuple(row.key for row in rows)
         if keys == self._sent:
             return None
@@ -162,11 +160,11 @@ class LeadRunner(DecodeRunner):
 
 
 class FollowerRank:
-    """A `Rank` other than 0.
+    """A tensor-parallel rank other than 0.
 
     Args:
-        reader: Makes the `KVReader` of the transport.
-        digest: The model's content digest, if KV is saved to disk.
+        reader: Makes the transport's `KVReader`.
+        digest: The model's content digest if KV is saved to disk; else empty.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class FollowerRank:
         model = stack.config
         plan = plan_layers(config, model.layers, model.windows)
         self.fault = ""
-        """The reason to replace the worker; empty while this rank works."""
+        """The reason to replace the worker; empty until a call fails."""
         self._runner = DecodeRunner(stack, plan, **runner_sizes(config, model))
         self._compute, self._handoff = make_threads(config, stack.collectives.rank)
         self._reader = reader(self._runner.cache, self._handoff)
@@ -229,7 +227,7 @@ class FollowerRank:
 
 
 class InOrder:
-    """Forwards numbered calls in the order of their numbers. Each number comes once, from 0 on."""
+    """Forwards numbered calls in the order of their numbers, which start at 0. Each number is used once."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -245,9 +243,9 @@ class InOrder:
 
 
 class RanksReader:
-    """A `KVReader` that has each rank read its own heads. It calls `lose` when a rank is gone.
+    """A `KVReader` that makes each rank copy its own heads. It calls `lose` when a rank is gone.
 
-    The pages count as in use until all ranks have read, so a resumed prompt waits for them, too.
+    The pages stay in use until all ranks have finished, so that a resumed prompt waits for all of them.
     """
 
     def __init__(self, own: KVReader, ranks: Sequence[Rank], lose: Callable[[BaseException], None]) -> None:
@@ -261,7 +259,7 @@ class RanksReader:
                 return None
             reads = [self._own.read(announcement, layers, lambda: nullcontext(pages))]
             reads += [rank.read(announcement, layers, pages) for rank in self._ranks]
-            # The pages stay in use until the last rank has read, also if another has failed.
+            # Even if one rank fails, the pages stay in use until the last rank has finished.
             moved = await asyncio.gather(*reads, return_exceptions=True)
         failures = [outcome for outcome in moved if isinstance(outcome, BaseException)]
         for failure in failures:
@@ -273,7 +271,7 @@ class RanksReader:
 
 
 def joined_heads(parts: Sequence[HostKV]) -> HostKV:
-    """Concatenate the ranks' heads."""
+    """Concatenate the KV heads of all ranks."""
     if len(parts) == 1:
         return parts[0]
     sides = zip(*((part.k, part.v, *part.scales) for part in parts), strict=True)
@@ -282,9 +280,9 @@ def joined_heads(parts: Sequence[HostKV]) -> HostKV:
 
 
 def load_part(model: ModelSpec, config: DecodeConfig, rank: int, tell: Tell = silent) -> LayerStack:
-    """Load a rank's part of the model, and set this process's torch threads.
+    """Load a rank's part of the model, and set the number of torch's threads.
 
-    With several ranks, nothing may be computed before `join_ranks`. Raises ModelError.
+    With several ranks, call `join_ranks` before any computation. Raises ModelError.
     """
     torch.set_num_threads(config.threads)
     ranks = config.tensor_parallel
@@ -299,12 +297,12 @@ def load_rank(
 
 
 def store_digest(model: ModelSpec, config: DecodeConfig) -> str:
-    """Return the content digest of the model's weights if KV is saved to disk; otherwise an empty string."""
+    """Return the content digest of the model's weights if KV is saved to disk; else an empty string."""
     return content_digest(model) if config.store else ""
 
 
 def join_ranks(stack: LayerStack, rendezvous: Rendezvous) -> None:
-    """Link this process to the other ranks, which must call it at the same time."""
+    """Connect this process to the other ranks. All ranks must call this at the same time."""
     device, collectives = stack.device, stack.collectives
     if device.index is not None:
         torch.cuda.set_device(device)
@@ -318,8 +316,8 @@ def join_ranks(stack: LayerStack, rendezvous: Rendezvous) -> None:
 
 
 def one_shots(rank: int, ranks: int, device: torch.device) -> tuple[OneShotReduce, OneShotAddNorm]:
-    """Make the one-shot all-reduces, which use every rank's memory directly. All ranks must call it at the
-    same time.
+    """Make the one-shot all-reduces, which access the other ranks' memory directly. All ranks must call this
+    at the same time.
     """
     return OneShotReduce(rank, _exchanged(rank, ranks, device)), OneShotAddNorm(
         rank, _exchanged(rank, ranks, device)
@@ -328,7 +326,7 @@ def one_shots(rank: int, ranks: int, device: torch.device) -> tuple[OneShotReduc
 
 def _exchanged(rank: int, ranks: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
     peers, own = CudaPeerMemory(device), own_memory(ranks, device)
-    torch.cuda.synchronize(device)  # else zeroing the memory may overwrite what other ranks write to it
+    torch.cuda.synchronize(device)  # else this rank may zero the memory after another rank wrote to it
     handles: list[Any] = [None] * ranks
     dist.all_gather_object(handles, [peers.export(x) for x in own])
     return [own if n == rank else (peers.open(a), peers.open(b)) for n, (a, b) in enumerate(handles)]

@@ -1,8 +1,9 @@
-"""Plans a decode worker's own prefill before a request's first token. Pure.
+"""Plans the prefill that a decode worker does itself before a request's first token. Pure.
 
-The worker prefills appended text in chunks. If blocks are to be recomputed after sparse prefill, the last
-tokens of the question select the blocks that they attend to most. These are recomputed densely, and then the
-last tokens are prefilled again over them. Without appended text, the prompt's last tokens are the question.
+The worker prefills appended text in chunks. After a sparse prefill, it may also recompute blocks: the last
+tokens of the question select the blocks that they attend to most, these blocks are recomputed with dense
+attention, and the last tokens are prefilled again. Without appended text, the prompt's last tokens are the
+question.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from deltafront.workers.messages.requests import TAIL_TOKENS, GenerateJob, Reser
 
 @dataclass(frozen=True)
 class Read:
-    """A prefill of these token ids from position `start` on.
+    """Prefills token ids that begin at position `start`.
 
     Attributes:
         select_blocks: Number of blocks to select for `Recompute`; 0: none.
-        select_among: Select only among the blocks of this many first tokens.
+        select_among: Only blocks of this many first tokens can be selected.
     """
 
     start: int
@@ -39,7 +40,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Recompute:
-    """A dense recomputation of the blocks that the `Read` before selected."""
+    """Recomputes the blocks that the previous `Read` selected, with dense attention."""
 
 
 Step = Read | Recompute
@@ -55,16 +56,16 @@ def plan_reads(
     blocks: int,
     keep_tokens: int = 0,
 ) -> list[Step]:
-    """Plan the worker's own prefill of one request.
+    """Plan the steps by which the decode worker prefills the rest of one request.
 
     Args:
-        kv_tokens: Tokens whose KV is in the pages.
-        known_ids: Their token ids; empty if no block is recomputed.
-        extend_ids: Token ids after them. The last `answered` belong to the answer.
-        chunk: Most tokens of one `Read`.
-        blocks: Number of blocks to recompute. None is if a session keeps all appended text.
-        keep_tokens: Tokens of the session to keep. They are never recomputed, since a session must not
-            depend on a question.
+        kv_tokens: Number of tokens whose KV is already in the pages.
+        known_ids: The ids of these tokens; empty: no block is recomputed.
+        extend_ids: Ids of the tokens to prefill. The last `answered` belong to the answer.
+        chunk: Maximum number of tokens of one `Read`.
+        blocks: Number of blocks to recompute. Ignored if a session keeps all appended text.
+        keep_tokens: Number of first tokens that become a session. They are never recomputed, since a
+            session must not depend on a question.
     """
     asked = len(extend_ids) - answered
     answer = _chunks(kv_tokens + asked, extend_ids[asked:], chunk)
@@ -76,21 +77,21 @@ def plan_reads(
     first = _chunks(kv_tokens, extend_ids[:before], chunk)
     looking = replace(
         end, select_blocks=blocks, select_among=min(kv_tokens, end.start)
-    )  # later tokens were prefilled densely, and need no recomputing
+    )  # the decode worker prefilled later tokens densely
     return [*first, looking, Recompute(), end, *answer]
 
 
 def next_layers(read: int, here: int, layers: int) -> range:
-    """Choose the layers that a `Read` computes next, while KV arrives layer by layer; none if too few have
-    arrived.
+    """Choose the layers that a `Read` computes next, while KV arrives layer by layer. Empty if too few are
+    there.
 
-    A part has at least half of the layers left, and both of the last two. So a `Read` has few parts, each of
-    which delays other requests' tokens, and ends soon after the last layer has arrived.
+    Each part takes at least half of the remaining layers, and the last two layers together. A `Read` thus has
+    few parts, since each part delays other requests' tokens, and ends soon after the last layer's KV arrives.
 
     Args:
         read: Number of layers computed so far.
         here: Number of layers whose KV has arrived.
-        layers: Number of the model's layers.
+        layers: Number of layers of the model.
     """
     left = layers - read
     return range(read, here) if here - read >= max(min(left, 2), left / 2) else range(0)
@@ -106,10 +107,10 @@ def _chunks(start: int, ids: array[int], chunk: int) -> Iterator[Read]:
 
 
 def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
-    """Check `packed`, the ids of the tokens before the appended ones, and return them.
+    """Check the packed ids of the tokens before the appended ones, and return them.
 
     Raises:
-        ValueError: Some ids are missing, or one is outside the vocabulary.
+        ValueError: The number of ids is wrong, or one is outside the vocabulary.
     """
     ids = np.frombuffer(packed, dtype="<u4")
     before = reservation.prefix_tokens + (0 if reservation.reads else reservation.new_tokens)
@@ -120,8 +121,8 @@ def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
 
 
 def appended_ids(reservation: Reservation, job: GenerateJob, vocab: int) -> array[int]:
-    """Check a job against its reservation, and return its appended ids. Raises ValueError if it does not
-    fit."""
+    """Check a job against its reservation, and return the ids to prefill. Raises ValueError if they
+    differ."""
     new_tokens = job.sampling.max_tokens
     if not 1 <= new_tokens <= reservation.max_tokens:
         raise ValueError(f"max_tokens {new_tokens} must be 1 .. {reservation.max_tokens}, which was reserved")

@@ -1,4 +1,4 @@
-"""The side of a decode worker that prefill stages talk to: it receives KV, and sends it back."""
+"""Receives KV from prefill stages, and sends KV back to stages that resume a prompt."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from deltafront.workers.model.directory.model_config import ModelConfig
 
 
 class HandoffReceiver:
-    """Writes announced KV into the pages of requests.
+    """Copies announced KV into the pages of requests.
 
     Args:
-        reader: Reads rank 0's KV. It writes in `thread`.
+        reader: Copies rank 0's heads, on `thread`.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class HandoffReceiver:
         await self._receiving.cancel()
 
     async def announce(self, announcement: KVAnnouncement) -> None:
-        """Read announced KV into the request's pages. Unknown requests, other attempts and exact repetitions
+        """Copy announced KV into the request's pages. Unknown requests, other attempts and repeated messages
         are ignored.
 
-        An error also stops the sending stage. Then the request fails, unless it is resumed before its job
-        arrives: no answer is made from incomplete KV.
+        The sending stage gets every error, too. The request then fails unless another attempt begins before
+        its job arrives.
 
         Raises:
-            HandoffError: The KV could not be read.
+            HandoffError: The KV could not be copied.
             ArrivalError: The announced KV does not fit the request.
         """
         request = self._requests.expecting(announcement)
@@ -66,8 +66,8 @@ class HandoffReceiver:
         times.handoff_bytes += moved
 
     async def first_logits(self, message: FirstLogits) -> None:
-        """Receive the logits of a request's first token. Ignores what `announce` ignores. Raises ArrivalError
-        for unusable logits."""
+        """Receive the logits from which the first token is sampled. Ignores messages as `announce` does.
+        Raises ArrivalError if their shape or values are wrong."""
         request = self._requests.expecting(message)
         if request is not None:
             vocab = 0 if request.reservation.reads else self._model.vocab

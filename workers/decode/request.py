@@ -1,4 +1,4 @@
-"""One request on a decode worker, from its reservation to its end."""
+"""The state of one request on a decode worker, from its reservation to its end."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ DecodeEvent = FirstTokenTimings | Token | FinishEvent
 
 @dataclass(kw_only=True)
 class RequestTimes:
-    """The time at which a request reached each point, in seconds of one monotonic clock; None: not yet.
+    """The times at which a request reached each point, in seconds of one monotonic clock; None: not yet.
 
     Attributes:
+        job: The request's job arrived.
+        logits: The prompt's logits arrived.
         complete: The last KV was written to the pages.
-        ready: The job, the KV and the logits had arrived.
-        admitted: The scheduler admitted it.
-        blocks_selected: Appended text was prefilled and blocks were selected.
-        read: The worker's own prefill was done and the logits computed.
+        ready: The job, the KV and the logits were all there.
+        admitted: The scheduler admitted the request.
+        blocks_selected: Appended text was prefilled and blocks to recompute were selected.
+        read: The decode worker finished its own prefill.
         first: The first token was sampled.
     """
 
@@ -62,7 +64,7 @@ class RequestTimes:
     first: float | None = None
     handoff_bytes: int = 0
     handoff_seconds: float = 0.0
-    """Seconds during which some of its KV was being received."""
+    """Seconds during which KV of the request was being received."""
     pages_attended: int = 0
     pages_held: int = 0
     steps: int = 0
@@ -104,8 +106,8 @@ class RequestTimes:
         }
 
     def report(self) -> DecodeReport:
-        """Report the parts of the time from the job's (or the logits') arrival to the first token. They are
-        disjoint and add up to it."""
+        """Make the report. Its `parts` are disjoint, and add up to the time from the arrival of job and
+        logits to the first token."""
         parts: dict[str, Any] = {part: _length(*moments) for part, moments in self.parts.items()}
         names = (field.name for field in fields(DecodeReport))
         return DecodeReport(**parts, **{name: getattr(self, name) for name in names if name not in parts})
@@ -117,15 +119,15 @@ def _length(start: float | None, stop: float | None) -> float:
 
 @dataclass(eq=False, kw_only=True)
 class DecodeRequest:
-    """A request and its state, advanced by engine and scheduler.
+    """A request's state. The engine and the scheduler change it.
 
     Attributes:
-        serial: Unique number; a request id may be used again.
-        reserved, renewed: Seconds of the engine's clock.
-        length: Tokens whose KV is in the pages.
-        token: The last sampled token, whose KV is not in the pages yet.
-        logits: Set before the first token only.
-        inbox: Receives the last attempt's KV.
+        serial: A unique number, because a request id may be used again.
+        reserved, renewed: Times of the reservation and the last renewal, in seconds of the engine's clock.
+        length: Number of tokens whose KV is in the pages.
+        token: The last sampled token. Its KV is not in the pages yet.
+        logits: The logits of the first token; None once it is sampled.
+        inbox: Receives the KV of the latest attempt.
     """
 
     serial: int
@@ -142,7 +144,7 @@ class DecodeRequest:
     deadline: float | None = None
     reads: deque[Step] = field(default_factory=deque)
     layers_read: int = 0
-    """Layers of the first of `reads` that are computed."""
+    """Number of layers of the first step in `reads` that are already computed."""
     known_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
     """Ids of all tokens before the answer; empty if no block may be recomputed."""
     blocks: Sequence[int] = ()
@@ -152,13 +154,13 @@ class DecodeRequest:
     produced: int = 0
     ended: tuple[FinishReason, str] | None = None
     overdue: int = 0
-    """Checks in a row that have found its lease expired."""
+    """Number of consecutive checks that have found the lease expired."""
     session: Lease | None = None
-    """The session that was made of its prompt."""
+    """The session that keeps the request's prompt."""
     answer_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
     recomputes: bool = False
     grammar: GrammarState | None = None
-    """Set if the answer follows one. Only the compute thread changes it."""
+    """The grammar that the answer must match, if any. Only the compute thread changes it."""
     span: Span = NO_SPAN
 
     @property
@@ -171,17 +173,17 @@ class DecodeRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens before the answer, including those of the session or prefix."""
+        """Number of tokens before the answer, including those of the session or cached prefix."""
         return self.pages.held_tokens + self.reservation.new_tokens
 
     @property
     def known_tokens(self) -> int:
-        """Number of tokens whose KV is in the pages before the worker's own prefill."""
+        """Number of tokens whose KV is in the pages before the decode worker prefills any."""
         return self.pages.held_tokens if self.reservation.reads else self.prompt_tokens
 
     def plan_reads(self, extend_ids: array[int], chunk: int) -> None:
-        """Plan its `reads`, given the token ids after its KV. Raises ValueError if `answered_tokens` does not
-        fit them."""
+        """Plan the steps that prefill `extend_ids`. Raises ValueError if the job's `answered_tokens` is
+        wrong."""
         assert self.job is not None
         answered, asked = self.job.answered_tokens, self.reservation.reads
         if not 0 <= answered <= len(extend_ids) - asked:
@@ -202,9 +204,10 @@ class DecodeRequest:
             self.known_ids += extend_ids[:prompt_end]
 
     def cache_prefix(self) -> None:
-        """Put its full pages into the prefix cache. Recomputed pages depend on the question and stay out.
+        """Put the request's full pages into the prefix cache.
 
-        After sparse prefill, only the first `lasting_tokens` of its key are cached.
+        If blocks were recomputed, only pages from before that are cached, since recomputed ones depend on the
+        question. After a sparse prefill, only the key's `lasting_tokens` are cached.
         """
         key, tokens = self.reservation.key, self.length
         if key is None:
@@ -216,9 +219,7 @@ class DecodeRequest:
         self.pages.cache_prefix(tokens, self.answer_ids.tobytes())
 
     def prepare(self, step: Step) -> None:
-        """Replace shared pages by the request's own if the step overwrites pages that other requests may
-        use.
-        """
+        """Give the request new pages in place of those that the step will overwrite and others may use."""
         size, known_tokens = PAGE_TOKENS, self.known_tokens
         if isinstance(step, Recompute):
             pages = BLOCK // size
@@ -234,15 +235,15 @@ class DecodeRequest:
 
     @property
     def layers_to_read(self) -> range:
-        """The layers that the first of `reads` computes next; empty until their KV has arrived."""
+        """The layers that the first step in `reads` computes next; empty until their KV has arrived."""
         return next_layers(self.layers_read, self.layers - self.pages.layers_coming, self.layers)
 
     @property
     def has_kv(self) -> bool:
-        """Say whether enough of its KV has arrived to begin.
+        """Whether enough KV has arrived to begin.
 
-        A request with `reads` may begin while its last layers are still arriving. A request without needs
-        all KV.
+        If the decode worker prefills the rest of the prompt, it may begin while the last layers' KV is still
+        loading. Otherwise all KV must be there.
         """
         if self.reservation.reads:
             return bool(self.layers_to_read)
@@ -250,26 +251,26 @@ class DecodeRequest:
 
     @property
     def ready(self) -> bool:
-        """Say whether to submit it to the scheduler now. True only once."""
+        """Whether to submit the request to the scheduler now. False once it has been submitted."""
         if self.job is None or self.ended is not None or self.times.ready is not None:
             return False
         return self.has_kv and (self.reservation.reads or self.inbox.logits_V is not None)
 
     @property
     def left(self) -> int:
-        assert self.job is not None  # only a request with a job is ever ready
+        assert self.job is not None  # a request without a job is never ready
         return self.job.sampling.max_tokens - self.produced
 
     @property
     def row(self) -> Row:
-        """Make its row for the next decode step, or for sampling the first token."""
+        """The request's row in the next decode step, or in the sampling of its first token."""
         assert self.job is not None
         return Row(
             self.serial, self.pages.table, self.length, self.token, self.job.sampling, self.selects_pages
         )
 
     def kv_changed(self, now: float) -> None:
-        """Note which of its KV has come, or end if it cannot come any more."""
+        """Record the arrival of KV or logits. End the request if its KV is lost."""
         if self.ended is not None:
             return
         if self.pages.lost:
@@ -283,7 +284,7 @@ class DecodeRequest:
                 self.times.logits = now
 
     def begin(self, job: GenerateJob) -> None:
-        """Take its job. It may have ended before, or end here."""
+        """Accept the request's job. The request may have ended before, or end here."""
         self.job = job
         if self.ended is not None:
             self.end_span()
@@ -292,7 +293,7 @@ class DecodeRequest:
             self.close_without_kv()
 
     def close_without_kv(self) -> None:
-        """End, if it has a job. Without one it may be resumed."""
+        """End the request if it has a job. Without a job, its prompt may still be resumed."""
         if self.job is not None:
             self.close(FinishReason.NO_KV, self.inbox.lost)
 
@@ -303,7 +304,7 @@ class DecodeRequest:
             await waited.settled()
 
     def resume(self, points: Sequence[int], attempt: int, now: float) -> int:
-        """Begin the next attempt, and return the position from which KV must be sent again."""
+        """Begin the next attempt. Returns the token from which KV must be sent again."""
         tokens, self.inbox = self.inbox.resumed(points, attempt)
         self.renewed = now
         self.times.logits = self.times.complete = None
@@ -348,11 +349,11 @@ class DecodeRequest:
         )
 
     def refusal(self) -> Refused | None:
-        """Say why a request that has ended kept no session; None if it was cancelled.
+        """Return the refusal to keep an ended request as a session; None if it was cancelled.
 
         Raises:
-            HandoffFailed: Its KV did not arrive.
-            DecodeFailed: It failed.
+            HandoffFailed: The request's KV did not arrive.
+            DecodeFailed: The request failed.
         """
         assert self.ended is not None
         reason, message = self.ended
@@ -365,7 +366,7 @@ class DecodeRequest:
 
 
 def failed(request_id: str, message: str) -> FinishEvent:
-    """Return the end of a request that is not there."""
+    """Return the last event of a request that this worker does not have."""
     return FinishEvent(
         request_id=request_id,
         reason=FinishReason.FAILED,

@@ -1,4 +1,4 @@
-"""The table of a decode worker's requests: their pages, the queue for pages, and expired leases.
+"""The table of a decode worker's requests. It reserves their pages, queues them, and ends expired ones.
 
 Only the event loop's thread uses it. It does no tensor work.
 """
@@ -32,9 +32,10 @@ from deltafront.workers.settings import DecodeConfig
 
 
 class DecodeRequests:
-    """The requests by id, from reservation until the caller has received the last event.
+    """A decode worker's requests, by id. A request stays from its reservation until its caller has the last
+    event.
 
-    `kv_changed` is called with a request when its inbox has changed, or when layers have arrived from host
+    `kv_changed` is called with a request when KV or logits have arrived from a stage, or layers from host
     memory.
     """
 
@@ -61,7 +62,7 @@ class DecodeRequests:
         self._serials = itertools.count()
         self._requests: dict[str, DecodeRequest] = {}
         self._closed = ""
-        """The reason to refuse requests; empty while the worker takes them."""
+        """The reason to refuse requests; empty while the worker accepts requests."""
 
     def __iter__(self) -> Iterator[DecodeRequest]:
         return iter(list(self._requests.values()))
@@ -74,24 +75,24 @@ class DecodeRequests:
         return None if request is None or request.ended is not None else request
 
     def expecting(self, message: KVAnnouncement | FirstLogits | PageWriter) -> DecodeRequest | None:
-        """Return the request whose attempt sends a message; None if there is none."""
+        """Return the request that a message belongs to; None if its attempt is not the current one."""
         request = self.live(message.request_id)
         return None if request is None or request.inbox.attempt != message.attempt else request
 
     def being_read(self, request_id: str) -> DecodeRequest:
-        """Return a request whose prompt stages prefill. Raises DecodeFailed."""
+        """Return a request whose prompt a prefill group prefills. Raises DecodeFailed if there is none."""
         request = self.live(request_id)
         if request is None or request.job is not None or request.reservation.reads:
             raise DecodeFailed(f"request {request_id} is not being read here")
         return request
 
     def forget(self, request: DecodeRequest) -> None:
-        """Drop a request whose caller has received its last event, unless a new request has its id."""
+        """Remove a request whose caller has its last event, unless a new request has the same id."""
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Reserve pages. Raises DecodeFailed after `close`, which may happen while the prefix is loading."""
+        """Reserve pages for a request. Raises DecodeFailed after `close`."""
         if self._closed:
             raise DecodeFailed(self._closed)
         if self.live(reservation.request_id) is not None or reservation.request_id in self.queue:

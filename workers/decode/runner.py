@@ -1,7 +1,7 @@
-"""A decode worker's tensor work, on one thread: prefill of appended text, first tokens, decode steps.
+"""The tensor work of a decode worker, on one thread: prefill of appended text, first tokens, decode steps.
 
-A step's inputs have fixed addresses, and its launches depend only on the batch's shape. So on a GPU each
-step replays a CUDA graph.
+A decode step's inputs have fixed addresses, and its launches depend only on the batch's shape. Each step can
+therefore replay a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ from deltafront.workers.model.grammars import Mask
 from deltafront.workers.settings import KVDtype
 
 _RAGGED = 77
-"""Appended tokens: no multiple of anything that a kernel may specialise for."""
+"""Number of appended tokens in warm-up. Kernels specialise on no divisor of it."""
 _AGAIN = 2
-"""Blocks that warm-up recomputes. More would compile no further kernel."""
+"""Number of blocks that warm-up recomputes. More blocks would compile no other kernel."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ReadResult:
     """The result of a `Read`.
 
     Attributes:
-        logits_V: Logits of the last token, if requested.
+        logits_V: Logits after the last token, if requested.
         blocks: The blocks that the last tokens attend to most, ascending.
     """
 
@@ -57,7 +57,7 @@ class ReadResult:
 
 @dataclass(frozen=True)
 class ReadPart:
-    """Some layers of a `Read`. The parts of one `Read` run in order and share a unique `key`."""
+    """Consecutive layers of a `Read`. The parts of one `Read` run in order and share a unique `key`."""
 
     key: int
     layers: range
@@ -65,13 +65,13 @@ class ReadPart:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A read whose last layers are still to come.
+    """A `Read` whose first layers are computed.
 
-    Its tensors stay on the device, since an upload may wait for copies of KV from host memory.
+    Its tensors stay on the device, since an upload could wait for copies of KV from host memory.
 
     Attributes:
-        table_N: The page table.
-        rows_T: The cache's rows of the tokens that are read.
+        table_N: The request's page table.
+        rows_T: The rows of the KV cache that the `Read` writes to.
     """
 
     hidden_TC: torch.Tensor
@@ -81,15 +81,13 @@ class _Begun:
 
 
 class DecodeRunner:
-    """Runs a model, or one rank's part of it, over a KV cache of `pages` pages.
+    """Runs a model, or one tensor-parallel rank's part of it, over a KV cache of `pages` pages.
 
-    It waits for the device only to get a step's tokens. All ranks make the same calls in the same order, and
-    each samples every token from the same logits.
+    All ranks make the same calls in the same order, and each samples every token from the same logits.
 
     Args:
-        max_batch: Maximum rows of a step.
-        max_pages: Maximum pages of a request.
-        scratch_page: The page that padding rows and warm-up write to.
+        max_batch: Maximum number of requests in a decode step.
+        max_pages: Maximum number of pages of a request.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class DecodeRunner:
         self.stack = stack
         self.max_batch = max_batch
         self.asynchronous = stack.device.type == "cuda"
-        """True if a launched step runs while the caller continues."""
+        """Whether a launched step runs while the caller continues."""
         self.scratch_page = pages
         self.cache = PagedKVCache(
             range(model.layers),
@@ -133,7 +131,7 @@ class DecodeRunner:
 
     @property
     def batch_sizes(self) -> Sequence[int]:
-        """The sizes to which batches are padded, ascending."""
+        """The batch sizes to which decode steps are padded, ascending."""
         return self._rows.sizes
 
     @torch.inference_mode()
@@ -144,7 +142,7 @@ class DecodeRunner:
         copies: Sequence[PageCopy] = (),
         masks: Sequence[Mask | None] = (),
     ) -> list[SampledToken]:
-        """Sample each row's first token from its logits, float32 [V], and copy the pages of `copies`.
+        """Copy the pages of `copies`, then sample each row's first token from its logits (float32 [V]).
         `masks` are as in `choose`."""
         if copies:
             self.copy_pages(copies)
@@ -158,12 +156,12 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages on every rank and wait for all ranks, so that rank 0 may reuse the source pages."""
+        """Copy pages, and wait until all ranks have done so: then rank 0 may reuse the source pages."""
         for source, target in copies:
             self.cache.copy_page(source, target)
         if self.stack.collectives.ranks == 1:
             return
-        # A sum of another type would be compiled at the first copy.
+        # A sum of another dtype would have to be compiled at the first copy.
         self.stack.collectives.sum(torch.zeros(1, dtype=self.stack.dtype, device=self.stack.device))
 
     @torch.inference_mode()
@@ -175,13 +173,13 @@ class DecodeRunner:
         copy: PageCopy | None = None,
         part: ReadPart | None = None,
     ) -> ReadResult:
-        """Prefill the tokens of a `Read` over the KV before them.
+        """Prefill the tokens of a `Read`. The KV of earlier tokens is in the pages.
 
         Args:
-            last: Whether to return the last token's logits.
+            last: Whether to return the logits after the last token.
             copy: A page to copy first.
-            part: The layers to compute; None: all. Hidden states are kept here between parts, and the last
-                part returns the result.
+            part: The layers to compute; None: all. The runner keeps hidden states between the parts of a
+                `Read`. The last part returns the result.
         """
         cache, start, windows = self.cache, step.start, self.stack.config.windows
         layers = self.stack.layers if part is None else part.layers
@@ -218,7 +216,7 @@ class DecodeRunner:
         return ReadResult(logits_V, blocks)
 
     def forget_read(self, key: int) -> None:
-        """Drop the hidden states of an unfinished `Read`. Unknown keys are ignored."""
+        """Drop the hidden states of an unfinished `Read`; unknown keys are ignored."""
         self._begun.pop(key, None)
 
     def _begin(self, pages: Sequence[int], step: Read) -> _Begun:
@@ -233,7 +231,7 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:
-        """Recompute whole blocks (ascending) with dense attention. `ids` are their tokens."""
+        """Recompute the KV of whole blocks (ascending) with dense attention. `ids` are the blocks' tokens."""
         if not blocks:
             return ReadResult()
         cache, device, per_block = self.cache, self.stack.device, BLOCK // PAGE_TOKENS
@@ -270,12 +268,12 @@ class DecodeRunner:
         return out_BHTD[0].transpose(0, 1).to(q_THD.dtype)
 
     def decode(self, rows: Sequence[Row]) -> list[SampledToken]:
-        """Run one decode step. Rows are independent of one another."""
+        """Run one decode step, and wait for its tokens."""
         return self.launch(rows).chosen()
 
     def launch(self, rows: Sequence[Row], masks: Sequence[Mask | None] = ()) -> LaunchedStep:
-        """Launch a step. The next one may be launched before this one's tokens are known, if it has the
-        same rows.
+        """Launch a decode step. If the next step has the same rows, it may be launched before this step's
+        tokens are known.
 
         Args:
             masks: As in `choose`.
@@ -284,15 +282,16 @@ class DecodeRunner:
         return self._launch_choice(masks)
 
     def forward(self, rows: Sequence[Row]) -> None:
-        """Launch a step up to its logits. `choose` must follow: masks depend on the step before, whose tokens
-        need not be known here."""
+        """Launch a decode step up to its logits. `choose` must follow. The masks for `choose` depend on the
+        previous step's tokens, which need not be known here."""
         self._launch_forward(rows)
 
     def choose(self, masks: Sequence[Mask | None]) -> LaunchedStep:
-        """Launch the rest of a step.
+        """Launch the sampling of the step that `forward` has launched.
 
         Args:
-            masks: For each row the tokens that it may choose, None: all. Empty: no row has a mask.
+            masks: For each row, a bit mask of the tokens that it may choose; None: all. Empty: no row has a
+                mask.
         """
         return self._launch_choice(masks)
 
@@ -332,7 +331,8 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def compile(self) -> None:
-        """Compile prefill's GEMMs, and on a GPU capture the steps. Takes seconds; no step may be running."""
+        """Compile the GEMMs of prefill, and on a GPU capture the CUDA graphs of decode steps. No step may
+        run."""
         self.stack.compile_gemms()
         if not self.asynchronous:
             return
@@ -340,9 +340,11 @@ class DecodeRunner:
 
 
 def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
-    """Before the first request, compile all kernels and capture the steps' CUDA graphs.
+    """Compile all kernels and capture the CUDA graphs of decode steps, before the first request.
 
-    It uses the scratch page. `selects_pages` says whether the worker has Δ-layers.
+    Args:
+        tokens: The longest request in tokens.
+        selects_pages: Whether the worker has Δ-layers.
     """
     sampled = Sampling(temperature=1.0, top_p=0.9, top_k=50)
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]
@@ -365,6 +367,6 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
             runner.decode(rows)
         for sampling in (Sampling(), Sampling(temperature=1.0), sampled):
             row = Row(0, pages, length + ragged, 0, sampling, False)
-            for count in runner.batch_sizes:  # by which torch chooses its kernels
+            for count in runner.batch_sizes:  # torch chooses kernels by the batch size
                 runner.first_tokens([logits_V] * count, [row] * count)
                 runner.first_tokens([logits_V] * count, [row] * count, (), [runner.any_token] * count)

@@ -1,7 +1,8 @@
-"""Continuous batching: chooses the next work and delivers the results.
+"""Continuous batching on a decode worker: chooses the next work and delivers the tokens.
 
-A turn admits requests, samples first tokens, computes one `Read` of one request and one decode step of all
-running requests. A cancelled request ends between these. Only tensor work leaves the event loop's thread.
+Each turn admits requests, samples their first tokens, runs one prefill step (`Read`) of one request and one
+decode step of all running requests. A cancelled request leaves between these steps. Tensor work runs on the
+compute thread, everything else on the event loop's thread.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from deltafront.workers.settings import DecodeConfig
 
 T = TypeVar("T")
 _FAILED_TURNS = 3
-"""The worker counts as broken after this many failed turns of one kind in a row."""
+"""The worker is replaced after this many consecutive failures of one kind of work."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,11 @@ class _LaunchedAhead:
 
 
 class DecodeScheduler:
-    """Runs at most `config.max_batch` requests at once, first come, first served. Their `reads` take turns.
+    """Runs at most `config.max_batch` requests at once, first come, first served. Requests that need prefill
+    take turns, one step each.
 
     Args:
-        before_first: Called once for each request, just before its first token is delivered.
+        before_first: Called once for each request, before its first token is delivered.
     """
 
     def __init__(
@@ -62,14 +64,14 @@ class DecodeScheduler:
         self._appending: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
         self._begun: set[DecodeRequest] = set()
-        """Requests whose read has computed its first layers. The runner keeps their hidden states."""
+        """Requests whose `Read` has computed its first layers. The runner keeps their hidden states."""
         self._ahead: _LaunchedAhead | None = None
         self._wake = asyncio.Event()
         self._stopping = False
         self._failures: Counter[str] = Counter()
         self.fault = ""
         self.appended = Recent()
-        """The rate of whole reads. Short ones mostly take a fixed time, and are left out."""
+        """The prefill rate over full chunks. Shorter ones are left out, since their time is mostly fixed."""
 
     @property
     def running(self) -> int:
@@ -85,7 +87,7 @@ class DecodeScheduler:
         self._wake.set()
 
     def wake(self) -> None:
-        """Look for work again, because KV has arrived."""
+        """Make the loop look for work again, because KV has arrived."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -99,7 +101,7 @@ class DecodeScheduler:
 
     async def run(self) -> None:
         while not self._stopping:
-            self._wake.clear()  # before anything is looked at: a later call of `stop` or `wake` is not lost
+            self._wake.clear()  # before looking for work, so that no later `stop` or `wake` is lost
             self.drop_ended()
             await self._forget_ended()
             if not self._has_work():
@@ -160,8 +162,8 @@ class DecodeScheduler:
                 self._deliver(request, choice)
 
     async def _read(self, request: DecodeRequest) -> None:
-        """Compute all layers of a request's next read, or those whose KV has come. After the last read,
-        sample the first token."""
+        """Run a request's next prefill step, over all layers or those whose KV has arrived. After the last
+        step, sample the first token."""
         self._appending.remove(request)
         self._appending.append(request)
         step, last, layers = request.reads[0], len(request.reads) == 1, request.layers_to_read
@@ -201,7 +203,7 @@ class DecodeScheduler:
         self, request: DecodeRequest, step: Step, layers: range, last: bool
     ) -> Callable[[], ReadResult]:
         pages, part = request.pages.table, None
-        if isinstance(step, Recompute):  # it follows a read, so all layers have come
+        if isinstance(step, Recompute):  # a Read came before, so the KV of all layers is there
             ids, blocks = request.ids_of_blocks(), request.blocks
             return lambda: self._runner.recompute(pages, blocks, ids)
         if len(layers) < request.layers:
@@ -211,10 +213,10 @@ class DecodeScheduler:
         return lambda: self._runner.append(pages, step, last, copy, part)
 
     async def _decode(self) -> None:
-        """Decode one step. On a GPU the next one is launched before this one's tokens are delivered.
+        """Run one decode step. On a GPU, launch the next step before this step's tokens are delivered.
 
-        If an answer follows a grammar, the next step's tokens depend on this one's. Then its forward pass is
-        launched first, and the masks are made while the GPU computes it.
+        If an answer must match a grammar, the next step's mask depends on this step's token. The next forward
+        pass is then launched first, and the masks are computed while it runs.
         """
         launched, self._ahead = self._ahead, None
         requests = tuple(self._running) if launched is None else launched.requests
@@ -250,7 +252,8 @@ class DecodeScheduler:
             self._deliver(request, choice)
 
     def _may_launch_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
-        """True if the next step should have the same rows. An end token is seen only later."""
+        """Return whether the next step probably has the same rows. An end-of-sequence token shows only
+        later."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._next_to_read():
             return False
         if list(requests) != self._running:
@@ -283,7 +286,7 @@ class DecodeScheduler:
             request.close(FinishReason.FAILED, text)
             return
         grammar = request.grammar
-        if grammar is not None and grammar.trouble:  # the token may have been chosen without a mask
+        if grammar is not None and grammar.trouble:  # the token may have been sampled without a mask
             request.close(FinishReason.FAILED, grammar.trouble)
             return
         if request.produced == 0:
@@ -306,7 +309,7 @@ class DecodeScheduler:
 
 
 def _masks(requests: Sequence[DecodeRequest]) -> Sequence[Mask | None]:
-    """Return the tokens that each request may choose, None: all. Empty if none has a grammar."""
+    """Return each request's mask of allowed tokens (None: all tokens); empty if no request has a grammar."""
     if all(request.grammar is None for request in requests):
         return ()
     return [None if request.grammar is None else request.grammar.mask() for request in requests]

@@ -1,4 +1,4 @@
-"""A decode step's inputs, in tensors that are allocated once and have few shapes; its CUDA graph and result.
+"""The inputs of decode steps, in tensors that are allocated once; their CUDA graphs and results.
 
 Shape suffixes: R requests of the batch, P columns of the page table.
 """
@@ -15,20 +15,21 @@ from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.grammars import Mask
 
 _NARROWEST = 512
-"""Columns of the narrowest page table, which hold 8,192 tokens."""
+"""Minimum number of columns of a narrowed page table: 8,192 tokens."""
 _FACTOR = 4
-"""Ratio of a table's width to the next narrower one. Each column costs time to score and rank."""
+"""Ratio of a page table's width to the next smaller width. Each column takes time to score and rank."""
 _ROOM = 64
-"""The fewest rows of pinned memory. Memory of one size is reused."""
+"""Minimum number of rows of a pinned buffer, so that torch reuses buffers of one size."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A request in a step.
+    """A request's inputs to a decode step.
 
     Attributes:
-        key: Unique to the request.
-        token: The last sampled token, at position `length`. The step adds its KV.
+        key: A number unique to the request.
+        length: Number of tokens whose KV is in the pages.
+        token: The last sampled token, at position `length`. The step writes its KV.
     """
 
     key: int
@@ -41,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Everything that a step's launches depend on. `columns`: width of the page table."""
+    """The shape of a batch. A step's launches depend on nothing else. `columns`: width of the page table."""
 
     rows: int
     columns: int
@@ -54,10 +55,9 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Batch:
-    """Slices of `StepRows`: the requests' rows, then padding rows up to `shape.rows`, which use the scratch
-    page.
+    """Slices of the tensors in `StepRows`: the requests' rows, then padding rows up to `shape.rows`.
 
-    `sampling` has no padding rows.
+    Padding rows use the scratch page. `sampling` has no padding rows.
     """
 
     shape: BatchShape
@@ -69,11 +69,11 @@ class Batch:
 
 
 class StepRows:
-    """The rows of all steps. The host writes them when requests come or go; steps advance ids and lengths on
-    the device.
+    """The input tensors of all decode steps. The host writes rows when requests join or leave the batch; each
+    step updates token ids and lengths on the device.
 
-    A batch has one of a few sizes and widths, so that each shape can have a CUDA graph. Without page
-    selection it has the largest width, since only the ranking of pages takes time for each column.
+    Batches are padded to a few sizes and page-table widths, so that each shape can have a CUDA graph. Without
+    page selection, the widest table is used, since only ranking pages takes time for each column.
     """
 
     def __init__(self, rows: int, pages: int, vocab: int, scratch_page: int, device: torch.device) -> None:
@@ -87,12 +87,12 @@ class StepRows:
         self.selects_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self.sampling = SamplingRows.room(rows, vocab, device)
         self._masked: set[int] = set()
-        """Rows that may not choose every token."""
+        """Rows whose tokens are restricted by a mask."""
         self._keys: tuple[int, ...] = ()
         self._batch: Batch | None = None
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """Write these rows, from the first changed one on, and return their batch."""
+        """Return the batch of these rows. Writes rows from the first changed one on."""
         keys = tuple(row.key for row in rows)
         if self._batch is None or keys != self._keys:
             same = 0
@@ -105,10 +105,10 @@ class StepRows:
         return self._batch
 
     def constrain(self, batch: Batch, masks: Sequence[Mask | None]) -> SamplingRows:
-        """Write what a batch's rows may choose, None: every token. Return its sampling.
+        """Write the masks of allowed tokens, and return the batch's sampling parameters.
 
         Args:
-            masks: One a row, or empty.
+            masks: One mask per row (None: all tokens are allowed), or empty.
         """
         if not masks:
             return batch.sampling
@@ -118,7 +118,7 @@ class StepRows:
         return replace(batch.sampling, constrains=True)
 
     def padding(self, selecting: bool) -> Iterator[Batch]:
-        """Yield a batch of padding rows in each shape. The requests' rows are overwritten.
+        """Yield a batch of padding rows in each shape. Overwrites the rows of requests.
 
         Args:
             selecting: Also yield the shapes that select pages.
@@ -142,7 +142,7 @@ class StepRows:
             return
         self.table_RP[first:end] = self._scratch_page
         for index, row in enumerate(rows, first):
-            # A copy of at most 64 KiB does not wait for copies of KV from host memory.
+            # Copies of at most 64 KiB do not wait for copies of KV from host memory.
             self.table_RP[index, : len(row.pages)].copy_(torch.tensor(row.pages, dtype=torch.int32))
         none = [0] * (end - first - len(rows))
         for target, values in (
@@ -185,8 +185,8 @@ def _write_masks(made: SamplingRows, masks: Sequence[Mask | None]) -> set[int]:
     """Return the rows that have a mask."""
     written = {index: mask for index, mask in enumerate(masks) if mask is not None}
     for index, mask in written.items():
-        # At most 64 KiB: CUDA takes the values at once, so neither a forward pass that runs nor copies of KV
-        # from host memory are waited for.
+        # CUDA takes at most 64 KiB immediately: the call waits neither for a running forward pass nor for
+        # copies of KV from host memory.
         made.allowed_RW[index].copy_(torch.from_numpy(mask), non_blocking=True)
     return set(written)
 
@@ -215,8 +215,10 @@ def _signed(seed: int) -> int:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A row's next token and its log-probability, and counts of pages: attended to by sparse layers, and
-    all.
+    """A request's next token and its log-probability.
+
+    Attributes:
+        pages_attended, pages_held: Pages that sparse layers attended to, and all pages of these layers.
     """
 
     token: int
@@ -226,14 +228,14 @@ class SampledToken:
 
 
 class LaunchedStep:
-    """A launched step, whose sampled tokens are on their way to the host."""
+    """A launched decode step. Its sampled tokens are being copied to the host."""
 
     def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:
         self._read, rows = read, len(read)
         self._written: Any = None
         if ids_R.is_cuda:
-            # This memory may be used again while an abandoned step still writes to it. The next step
-            # writes later, since both are on one stream.
+            # Torch may reuse this buffer while an abandoned step still writes to it. The next step writes
+            # later, since both run on one stream.
             self._chosen_R2 = torch.empty(max(rows, _ROOM), 2, dtype=torch.float64, pin_memory=True)[:rows]
             choices_to_host(ids_R, logprob_R, self._chosen_R2)
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -242,7 +244,7 @@ class LaunchedStep:
             self._chosen_R2 = torch.stack((ids_R.to(torch.float64), logprob_R.to(torch.float64)), dim=1)
 
     def chosen(self) -> list[SampledToken]:
-        """Wait for this step only, and return its tokens."""
+        """Wait for this step, but not for later ones, and return its tokens."""
         if self._written is not None:
             self._written.synchronize()
         chosen = zip(self._chosen_R2.tolist(), self._read, strict=True)
@@ -250,10 +252,9 @@ class LaunchedStep:
 
 
 class StepGraphs:
-    """A CUDA graph for each batch shape.
+    """CUDA graphs, one for each batch shape.
 
-    During construction nothing else may use the GPU from this thread. Each shape runs once before its
-    capture, so that its kernels are loaded.
+    Each shape runs once before its capture, so that its kernels are loaded.
 
     Args:
         batches: One batch of every shape.
@@ -269,7 +270,7 @@ class StepGraphs:
         for batch in sorted(batches, key=lambda batch: batch.shape.cells, reverse=True):
             forward(batch)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate meanwhile: they are not part of the graph.
+            # Other threads may allocate memory meanwhile. Their work is not captured.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits_RV = forward(batch)
             self._graphs[batch.shape] = graph, logits_RV
@@ -278,9 +279,8 @@ class StepGraphs:
         return len(self._graphs)
 
     def replay(self, batch: Batch) -> torch.Tensor:
-        """Replay the graph of the batch's shape and return logits_RV, which the next replay overwrites.
-        Raises KeyError for an unknown shape.
-        """
+        """Replay the graph of the batch's shape. Returns logits_RV, which the next replay overwrites. Raises
+        KeyError for an unknown shape."""
         graph, logits_RV = self._graphs[batch.shape]
         graph.replay()
         return logits_RV

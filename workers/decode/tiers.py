@@ -1,7 +1,8 @@
 """KV offloading: a decode worker's prefix cache in host memory and on disk.
 
-A reservation that needs KV from disk is answered once the KV is in host memory. From there it is copied
-into the request's pages layer by layer, and each layer's attention waits for it (`RequestPages.come`).
+If a reservation needs KV from disk, the worker answers once the KV is in host memory. The KV is then copied
+into the request's pages layer by layer. A layer's attention waits for that layer's copy
+(`RequestPages.come`).
 """
 
 import asyncio
@@ -39,7 +40,7 @@ class KeptTasks:
         return task
 
     async def cancel(self) -> None:
-        """Cancel all tasks, including those that begin meanwhile, and wait for them."""
+        """Cancel all tasks, including those started meanwhile, and wait for their end."""
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()
@@ -47,12 +48,12 @@ class KeptTasks:
 
 
 class Tiers:
-    """A worker's prefix-cache tiers below the GPU.
+    """The tiers to which a worker's prefix cache is offloaded: host memory, then disk.
 
     Args:
         memory: The host memory of all ranks.
-        room: Maximum pages on disk.
-        in_place: Whether stages write to the worker's own pages (`mapped`).
+        room: Maximum number of pages on disk.
+        in_place: Whether prefill stages access the worker's own pages (transport `mapped`).
     """
 
     def __init__(
@@ -74,12 +75,10 @@ class Tiers:
         requests.manager.host = self.host
         self.under_way = KeptTasks()
         self._loading: set[str] = set()
-        """Requests whose prefix is being loaded from disk, unless cancelled."""
+        """Ids of requests whose prefix is being loaded from disk. `cancel` removes an id."""
 
     def runs(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the background loops that copy pages to host memory and save them to disk, until
-        cancelled.
-        """
+        """Return the background loops that copy pages to and from host memory and save them to disk."""
         return [self.host.run(), self.host.run_back(), *([] if self.store is None else [self.store.run()])]
 
     async def close(self) -> None:
@@ -91,7 +90,8 @@ class Tiers:
         return tuple(tier.stats(self._memory.page_bytes) for tier in tiers if tier is not None)
 
     def find(self, key: PromptKey) -> Prefix | None:
-        """Find a prompt's longest cached prefix: in pages, continued in host memory, then on disk."""
+        """Find a prompt's longest cached prefix. It may begin on the GPU and continue in host memory and on
+        disk."""
         pages, slots, exact = self._requests.manager.find(key)
         near, on_disk, seconds = len(pages) + len(slots), 0, 0.0
         if self.store is not None:
@@ -105,10 +105,10 @@ class Tiers:
         return Prefix(tokens=tokens, exact=exact, disk_tokens=on_disk * PAGE_TOKENS, disk_s=seconds)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Load a request's prefix into host memory, then reserve its pages.
+        """Load a request's prefix from disk into host memory, then reserve its pages.
 
-        If a stage uses these pages in place, wait for all layers. Otherwise its whole group would wait for
-        them.
+        If prefill stages access these pages directly, also wait until they hold all layers. Otherwise the
+        whole prefill group would wait.
 
         Raises:
             DecodeFailed: The request was cancelled while it waited, or a copy failed.
@@ -126,14 +126,14 @@ class Tiers:
         return reserved
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request that waits for the disk from taking pages."""
+        """Prevent a request whose prefix is still being loaded from disk from reserving pages."""
         self._loading.discard(request_id)
 
     async def _load(self, reservation: Reservation) -> tuple[list[int], int]:
         """Load a reservation's prefix from disk into host memory.
 
         Returns:
-            The slots, each with a reference, and the number of tokens loaded.
+            The slots of host memory, each with one reference to release, and the number of loaded tokens.
         """
         request_id, key = reservation.request_id, reservation.key
         if self.store is None or key is None or not reservation.prefix_tokens:

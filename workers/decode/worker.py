@@ -1,4 +1,4 @@
-"""A decode worker in Ray: an actor for each rank, and the Serve deployment that owns them. It imports no
+"""A decode worker in Ray: one actor per rank, and the Serve deployment that owns them. It imports no
 torch."""
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ if TYPE_CHECKING:
     from deltafront.workers.decode.ranks import FollowerRank, ReaderMaker
 
 _ASK_S = 1.0
-"""How often the other ranks are asked whether they have failed, while rank 0 starts."""
+"""While rank 0 starts, seconds between checks of the other ranks."""
 
 __all__ = ["REPLICA_CPUS", "DecodeReplica", "placement"]
 
 
 def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
-    """Return a replica's Ray bundles (0 for the replica, then one per rank) and strategy. Ranks share a
-    host.
-    """
+    """Return the bundles and strategy of a replica's Ray placement group: bundle 0 for the replica, then one
+    per rank. All ranks are placed on one host."""
     bundles, strategy = placement_of(config.cpus, config.gpus, config.tensor_parallel)
     return bundles, "STRICT_PACK" if config.tensor_parallel > 1 else strategy
 
 
 @hosts(DecodeWorker)
 class DecodeActor(Leaving):
-    """The actor of rank 0. Calls wait until it has loaded. `ranks` are the other ranks' actors."""
+    """The Ray actor of rank 0. Calls wait until it has loaded. `ranks` are the actors of the other ranks."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class DecodeActor(Leaving):
             await self._join()
         await self.hosted.start()
         gc.collect()
-        gc.freeze()  # so that garbage collection between two tokens skips long-lived objects
+        gc.freeze()  # garbage collection during decode then skips the objects that exist now
         self._compilations.ready = True
 
     async def _join(self) -> None:
@@ -104,7 +103,7 @@ class DecodeActor(Leaving):
         return self.hosted.fault
 
     async def exported_memory(self, pairing: str) -> Any:
-        """Return `DecodeEngine.exported_memory`; None if `settings.pairing` is not ours."""
+        """Return `DecodeEngine.exported_memory`; None if the given pairing differs from this worker's."""
         return self.hosted.exported_memory() if pairing == self._pairing else None
 
 
@@ -144,7 +143,7 @@ def load_engine(
 
 @hosts(Rank)
 class RankActor:
-    """The actor of a rank other than 0."""
+    """The Ray actor of a rank other than 0."""
 
     def __init__(
         self, rank: int, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, _spans: SpanSink
@@ -163,7 +162,7 @@ class RankActor:
         await asyncio.to_thread(self.hosted.join, rendezvous)
 
     async def compute(self, number: int, work: str, *arguments: Any) -> None:
-        """Run calls in the order of their numbers, because Ray may begin them in another order."""
+        """Run calls in the order of their numbers, because Ray may deliver them in another order."""
         self._in_order(number, work, *arguments)
 
     async def check(self) -> str:
@@ -171,7 +170,7 @@ class RankActor:
 
 
 class RankOverRay:
-    """A proxy for a `Rank` in another process. Only one thread may call `compute`."""
+    """Rank 0's proxy for another rank. Only one thread may call `compute`."""
 
     def __init__(self, number: int, actor: Any) -> None:
         self._actor = actor
@@ -190,9 +189,9 @@ def _rank_error(number: int, failure: Failure) -> Exception:
 
 
 class DecodeReplica(Replica):
-    """Owns the actors of all ranks; `head` is rank 0.
+    """The Serve deployment that owns the actors of a decode worker's ranks. `head` is rank 0.
 
-    If one is lost, all are restarted, because the others wait for it in the middle of a step.
+    If one rank is lost, all are restarted, because the others hang in a collective operation.
     """
 
     def __init__(
@@ -231,9 +230,8 @@ class DecodeReplica(Replica):
 
 
 def check_ranks(ranks: Sequence[Any]) -> None:
-    """Raise RuntimeError or RayError if a rank has failed, died or does not answer: rank 0 would wait for
-    it.
-    """
+    """Raise RuntimeError or RayError if a rank has failed, has died or does not answer. Rank 0 would
+    otherwise wait for that rank forever."""
     for number, check in enumerate([rank.check.remote() for rank in ranks], start=1):
         if not ray.wait([check], timeout=HEAD_PATIENCE_S)[0]:
             raise RuntimeError(f"rank {number} has not answered for {HEAD_PATIENCE_S:g} s")
