@@ -1,1 +1,1 @@
-"""The KV cache: its pages, and the hand-off from a stage to a decode worker."""
+"""The KV cache: its pages, its offloading, and its hand-off from prefill stages to decode workers."""

@@ -1,4 +1,4 @@
-"""Tracks which ranges of one prompt's KV have been announced, and which have been written.
+"""Tracks which KV of one prompt has been announced and which has been written, as ranges of tokens per layer.
 
 A range is half-open: tokens [start, stop) of one layer. Pure.
 """
@@ -9,16 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 
 
 class ArrivalError(ValueError):
-    """An announced range does not fit the request, which must fail."""
+    """Announced KV does not fit the request. The request must fail."""
 
 
 class KVArrival:
-    """Records a prompt's ranges: claimed when announced, written when copied into the pages.
+    """Records the ranges of a prompt's KV.
 
-    So it recognises a repeated announcement while the first one is still being copied.
+    A range is claimed when it is announced, and written when it is in the pages. A repeated announcement is
+    thus recognised even while the first one is still being copied.
 
     Args:
-        held: Number of first tokens that already have KV. They are never written.
+        held: Number of first tokens whose KV is there from the start. It is never written.
     """
 
     def __init__(self, layers: int, tokens: int, held: int = 0) -> None:
@@ -41,9 +42,9 @@ class KVArrival:
         """Claim an announced range.
 
         Returns:
-            False if exactly this range was claimed before.
+            False if the same range was claimed before.
         Raises:
-            ArrivalError: The range is outside the prompt or overlaps another one.
+            ArrivalError: The range is outside the prompt or overlaps another range.
         """
         if not 0 <= layer < self._layers:
             raise ArrivalError(f"KV announced for layer {layer} of a model with {self._layers} layers")
@@ -68,16 +69,15 @@ class KVArrival:
         self._count += tokens
 
     def resume_point(self, points: Iterable[int]) -> int:
-        """Return the largest of `points` before which the KV of every layer is complete; `held` if there is
-        none.
+        """Return the largest of `points` before which every layer's KV is written; `held` if there is none.
 
-        Only points at which a written range of every layer ends count.
+        A point counts only if a written range ends there in every layer.
         """
         ends = [set(_ends(written)) for written in self._written]
         return max(set(points).intersection(*ends), default=self._held)
 
     def until(self, tokens: int) -> KVArrival:
-        """Return a copy with only the ranges written before a resume point."""
+        """Return a copy that has only the ranges written before token `tokens`."""
         rest = KVArrival(self._layers, self._tokens, self._held)
         for layer, written in enumerate(self._written):
             for start, stop in written.items():

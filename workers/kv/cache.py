@@ -1,9 +1,9 @@
 """The paged KV cache of a range of layers.
 
 A layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" layout. Decode kernels read it
-in place. In 8 bits (`kernels.layers.kv_int8`) each row of head_dim channels has a scale, kept in another
-tensor. So KV consists of two tensors, called sides (k, v), or four (k, v, k's scales, v's scales). A copy of
-KV copies every side unchanged. Shape suffixes also: R slots of all pages.
+in place. An 8-bit cache (`kernels.layers.kv_int8`) has a scale for each row of head_dim channels, in separate
+tensors. KV is therefore a tuple of two tensors (k, v) or four (k, v, k's scales, v's scales), called its
+sides. Shape suffixes also: R token slots of all pages.
 """
 
 import secrets
@@ -21,21 +21,22 @@ from deltafront.kernels.layers.rope import KVRows
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, first_of_run, pages_for
 
 Sides = tuple[torch.Tensor, ...]
-"""k and v of some tokens, [tokens, kv_heads, head_dim]. In 8 bits also their scales, [tokens, kv_heads]."""
+"""KV tensors of some tokens: k and v, [tokens, kv_heads, head_dim], in 8 bits also scales, [tokens,
+kv_heads]."""
 
 
 class KVCacheError(ValueError):
-    """Raised for a write or read outside the cache or the page table."""
+    """An access is outside the cache or the page table."""
 
 
 class PagedKVCache:
-    """The KV cache of a range of layers. It starts as zeros, so unwritten slots are finite.
+    """The KV cache of a range of layers. It is zeroed, so that unwritten slots are finite numbers.
 
     Args:
-        layers: By the model's numbers.
-        kv_heads: Key/value heads of this rank.
+        layers: Indices of the layers in the model.
+        kv_heads: Number of KV heads of this tensor-parallel rank.
         dtype: The model's dtype.
-        int8: Whether the cache has 8 bits.
+        int8: Whether KV is stored in 8 bits.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class PagedKVCache:
         if layers.step != 1 or not layers:
             raise KVCacheError(f"layers must be a non-empty contiguous range, got {layers}")
         self.model_heads = kv_heads * ranks
-        """Key/value heads of all ranks."""
+        """Number of KV heads of all ranks."""
         self.heads = slice(rank * kv_heads, (rank + 1) * kv_heads)
-        """This rank's slice of the model's key/value heads."""
+        """This rank's slice of the model's KV heads."""
         shape = (len(layers), pages, PAGE_TOKENS, kv_heads, head_dim)
         self.memory = secrets.token_hex(8)
-        """A random name of this memory. A cache that maps the memory in another process has the same name."""
+        """A random name of this memory. In a process that maps the memory, the cache has the same name."""
         self.layers = layers
         self.device = torch.device(device)
         self.model_dtype = dtype
@@ -87,12 +88,12 @@ class PagedKVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which k and v are stored; uint8 in 8 bits."""
+        """The dtype in which k and v are stored; uint8 if `int8`."""
         return self.k_LPSGD.dtype
 
     @property
     def sides(self) -> Sides:
-        """The cache's tensors, one [layers, pages, page_tokens, …] per side."""
+        """The cache's tensors, each [layers, pages, page_tokens, …]."""
         if self.k_scale_LPSG is None or self.v_scale_LPSG is None:
             return self.k_LPSGD, self.v_LPSGD
         return self.k_LPSGD, self.v_LPSGD, self.k_scale_LPSG, self.v_scale_LPSG
@@ -110,15 +111,15 @@ class PagedKVCache:
         return self.k_LPSGD[index], self.v_LPSGD[index]
 
     def scales(self, layer: int) -> Scales | None:
-        """Return a layer's scales as views [pages, page_tokens, kv_heads]; None unless the cache has
-        8 bits."""
+        """Return views of a layer's scales, [pages, page_tokens, kv_heads]; None if the cache is not
+        8-bit."""
         if self.k_scale_LPSG is None or self.v_scale_LPSG is None:
             return None
         index = self._index(layer)
         return Scales(self.k_scale_LPSG[index], self.v_scale_LPSG[index])
 
     def rows(self, layer: int) -> Sides:
-        """Return a layer's sides as views k_RGD, v_RGD, in 8 bits also k_RG, v_RG.
+        """Return a layer's tensors as views k_RGD, v_RGD, in 8 bits also the scales k_RG, v_RG.
 
         Slot s of page p is row p · page_tokens + s.
         """
@@ -126,16 +127,16 @@ class PagedKVCache:
         return tuple(side[index].flatten(0, 1) for side in self.sides)
 
     def kv_rows(self, layer: int, rows_T: torch.Tensor) -> KVRows:
-        """Return the rows to which a layer's new K and V are written."""
+        """Return where to write a layer's new K and V."""
         k_RGD, v_RGD, *scales = self.rows(layer)
         return KVRows(k_RGD, v_RGD, rows_T, Scales(*scales) if scales else None)
 
     def rows_of(self, pages: torch.Tensor, start: int, tokens: int) -> torch.Tensor:
-        """Return rows_T (int64, on the device) of tokens start .. start+tokens-1 of a sequence.
+        """Return the rows (rows_T, int64, on the device) of tokens start .. start+tokens-1 of a sequence.
 
         Args:
-            pages: The sequence's page table (1-D, int32/int64). A table on another device is copied at each
-                call.
+            pages: The sequence's page table (1-D, int32/int64). Each call copies a table that is on another
+                device.
         Raises:
             KVCacheError: The table is too short.
         """
@@ -153,7 +154,7 @@ class PagedKVCache:
         return torch.arange(rows.start, rows.stop, device=self.device)
 
     def write(self, layer: int, pages: torch.Tensor, start: int, *sides_T: torch.Tensor) -> None:
-        """Store tokens start .. start+T-1 of one sequence. The sides must have the cache's dtypes."""
+        """Store KV of tokens start .. start+T-1 of one sequence. The tensors must have the cache's dtypes."""
         self._put(layer, self.rows_of(pages, start, sides_T[0].shape[0]), sides_T)
 
     def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,12 +169,12 @@ class PagedKVCache:
         return _dense(k_PSGD, table_N, tokens), _dense(v_PSGD, table_N, tokens)
 
     def gather_rows(self, layer: int, rows_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `gather`, for 8-bit KV. The rows are the same in all layers."""
+        """Like `gather` for an 8-bit cache, from rows that `rows_of` returned."""
         k_RGD, v_RGD, k_RG, v_RG = self.rows(layer)
         return gather_int8((k_RGD, v_RGD), Scales(k_RG, v_RG), rows_S, self.model_dtype)
 
     def write_run(self, layer: int, first_page: int, start: int, *sides_T: torch.Tensor) -> None:
-        """Like `write`, for contiguous pages: plain copies."""
+        """Like `write`, for contiguous pages, with plain copies."""
         own = self.sides_of_run(layer, first_page, start, sides_T[0].shape[0])
         for side_T, given_T in zip(own, sides_T, strict=True):
             side_T.copy_(given_T)
@@ -186,15 +187,15 @@ class PagedKVCache:
         layers: Mapping[int, Sides],
         after: Any = None,
     ) -> None:
-        """Store received KV of one or more layers, from token `start` on. Returns once it is written.
+        """Store received KV of one or more layers, from token `start` on, and wait until it is written.
 
-        The KV may be in host memory. For contiguous pages a GPU's copy engine makes plain copies, which
-        delay no other process.
+        The KV may be in host memory. If the pages are contiguous, the GPU's copy engine copies it, which
+        delays no other process on the GPU.
 
         Args:
             after: A CUDA event to wait for first.
         Raises:
-            KVCacheError: The tokens do not fit the pages, or a layer is not in this cache. Nothing was
+            KVCacheError: The tokens do not fit the pages, or a layer is not in this cache. Nothing is
                 written.
         """
         for layer in layers:
@@ -255,24 +256,22 @@ class PagedKVCache:
         self._arrivals.synchronize()
 
     def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `gather`, but return views. The pages must be contiguous and have 16 bits or more."""
+        """Like `gather`, but return views. The pages must be contiguous, and the cache must not be 8-bit."""
         k_SGD, v_SGD = self.sides_of_run(layer, first_page, 0, tokens)
         return k_SGD.transpose(0, 1), v_SGD.transpose(0, 1)
 
     def sides_of_run(self, layer: int, first_page: int, start: int, tokens: int) -> Sides:
-        """Return views of the sides of tokens start .. start+tokens-1, in contiguous pages."""
+        """Return views of the KV of tokens start .. start+tokens-1, in contiguous pages."""
         rows = self._span(first_page, start, tokens)
         return tuple(side_R[rows] for side_R in self.rows(layer))
 
     def sides_of(self, layer: int, rows_T: torch.Tensor) -> Sides:
-        """Return copies of these rows of a layer."""
+        """Return copies of a layer's rows."""
         return tuple(side_R.index_select(0, rows_T) for side_R in self.rows(layer))
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page in every layer.
-
-        On a GPU the copy is only queued, so both pages must keep a reference until it is complete.
-        """
+        """Copy a page in every layer. On a GPU the copy is only launched: keep both pages allocated until it
+        is complete."""
         for side in self.sides:
             side[:, target].copy_(side[:, source])
 
@@ -298,13 +297,13 @@ class PagedKVCache:
 
 
 def row_forms(kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of one token in each side of a cache of `dtype`."""
+    """Return the shape and dtype of one token's KV in each tensor of a cache of `dtype`."""
     forms: list[tuple[tuple[int, ...], torch.dtype]] = [((kv_heads, head_dim), dtype)] * 2
     return [*forms, *[((kv_heads,), BYTES)] * 2] if dtype == BYTES else forms
 
 
 def token_bytes(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token in one layer, over all sides."""
+    """Return the bytes of one token's KV in one layer, scales included."""
     return sum(prod(shape) * kind.itemsize for shape, kind in row_forms(kv_heads, head_dim, dtype))
 
 
@@ -314,7 +313,7 @@ def _dense(x_PSGD: torch.Tensor, table_N: torch.Tensor, tokens: int) -> torch.Te
 
 
 def _arrivals(device: torch.device) -> Any:
-    """Make the CUDA stream that copies received KV, so that copies do not wait for computation."""
+    """Make the CUDA stream for copies of received KV, so that these do not wait for computation."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -323,7 +322,7 @@ def _arrivals(device: torch.device) -> Any:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros. On a CPU numpy's calloc leaves unwritten pages out of resident memory."""
+    """Return zeros. On a CPU, numpy's calloc allocates no physical memory before the first write."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * dtype.itemsize

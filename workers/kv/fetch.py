@@ -1,6 +1,6 @@
-"""Fetches KV back from a decode worker's pages, for a stage that resumes a prompt after another group died.
+"""Fetches KV from a decode worker, for a stage that resumes a prompt after the last prefill group died.
 
-With every transport it travels as host arrays, in pieces of bounded size.
+With every transport, this KV is sent as host arrays, in pieces of bounded size.
 """
 
 from collections import deque
@@ -37,14 +37,14 @@ def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRang
 
 
 def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
-    """Copy a piece into host arrays. Raises KVCacheError if the pages do not hold it."""
+    """Copy a piece of KV into host arrays. Raises KVCacheError if it is not in the pages."""
     k, v, *scales = map(as_numpy, cache.read(wanted.layer, pages, wanted.start, wanted.tokens))
     return HostKV(k=k, v=v, scales=tuple(scales))
 
 
 def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> Sides:
-    """Return a fetched piece as host tensors, which may be read-only. Raises HandoffError for KV of another
-    model."""
+    """Return a fetched piece as host tensors, which may be read-only. Raises HandoffError if shapes or dtypes
+    differ from the cache's."""
     forms = row_forms(cache.kv_heads, cache.head_dim, cache.dtype)
     arrays = kv.k, kv.v, *kv.scales
     if len(arrays) != len(forms):
@@ -59,7 +59,7 @@ def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> Sides:
 
 
 class RayKVSource:
-    """Fetches from decode actors by name, waiting at most `timeout_s` for a piece."""
+    """Fetches KV from decode actors through Ray, and waits at most `timeout_s` for each piece."""
 
     def __init__(self, timeout_s: float) -> None:
         self._ray = ray

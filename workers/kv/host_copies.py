@@ -1,4 +1,4 @@
-"""Copies KV to host memory, from which an outbox sends it."""
+"""Copies a stage's KV to host memory, from where an outbox sends it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MESSAGE_BYTES = 4 << 20
 
 
 class HostCopies:
-    """The `stream.KVExporter` of host copies, and the `KVExport` of every request.
+    """Implements `stream.KVExporter` and `KVExport` with host copies.
 
-    A message carries each layer's KV as host arrays. On CUDA another stream copies it into pinned memory
-    while the layer computes.
+    A message contains each layer's KV as host arrays. On a GPU, a separate stream copies KV into pinned
+    memory while the layer is computed.
     """
 
     message_bytes = MESSAGE_BYTES
@@ -56,27 +56,27 @@ class HostCopies:
         return tuple(as_numpy(x) for sides_T in layers for x in sides_T)
 
     def revoke(self) -> bool:
-        """Return True: decode workers read copies, never these pages."""
+        """Return True: decode workers read copies, never the stage's pages."""
         return True
 
 
 def as_tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor on the memory of an array from `as_numpy`.
+    """Return a tensor that shares memory with an array from `as_numpy`.
 
     Raises:
-        ValueError: It has another shape or dtype.
+        ValueError: The array has another shape or dtype.
     """
     expected = np.dtype(NUMPY_TYPES[dtype])
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != expected:
         received = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
         raise ValueError(f"{received}, not {expected} {shape}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the object store's arrays are read only
+        warnings.simplefilter("ignore", UserWarning)  # arrays from the object store are read-only
         x = torch.from_numpy(array)
     return x.view(dtype) if dtype == torch.bfloat16 else x
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return an array on the memory of a host tensor; bfloat16 becomes uint16."""
+    """Return an array that shares memory with a host tensor; bfloat16 becomes uint16."""
     array: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
     return array

@@ -1,4 +1,4 @@
-"""Host memory for the KV cache: slots, each of one page, and copies between slots and pages."""
+"""Host memory for KV offloading: slots of one page each, and copies between slots and pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,10 +19,11 @@ from deltafront.workers.settings import DecodeConfig
 
 
 class HostMemory:
-    """One rank's slots in host memory: [layers, slots, page_tokens, …] for each side of its cache.
+    """One tensor-parallel rank's slots in host memory: [layers, slots, page_tokens, …] per tensor of its
+    cache.
 
-    The memory is pinned, so that a GPU's copy engines access it directly. Pinning some tens of GiB takes
-    seconds. `files` saves slots to disk; None: nothing is saved.
+    The memory is pinned, so that a GPU's copy engines can access it. Pinning some tens of GiB takes seconds.
+    `files` saves slots to disk; None: nothing is saved.
     """
 
     def __init__(self, cache: PagedKVCache, slots: int, files: KVFiles | None = None) -> None:
@@ -32,10 +33,9 @@ class HostMemory:
 
     @torch.inference_mode()
     def copy(self, runs: Runs, layers: range, back: bool) -> None:
-        """Copy some layers of pages to slots, or of slots to pages if `back`. Returns when all copies are
-        complete.
+        """Copy `layers` of pages to slots, or of slots to pages if `back`, and wait until that is complete.
 
-        Each run takes one copy per layer and side, on the stream of received KV.
+        Each run takes one copy per layer and tensor, on the stream of received KV.
         """
         with self._cache.moving():
             for layer in layers:
@@ -47,12 +47,13 @@ class HostMemory:
                         target.copy_(source, non_blocking=True)
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
-        """Save, load or remove a group of slots on disk.
+        """Save slots to a file, load them from it, or remove the file.
 
         Args:
             work: `save`, `load` or `remove`.
+            name: The name of the slots' group (see `store_tier`).
         Raises:
-            StoreError: The group's file cannot be used.
+            StoreError: The file cannot be used.
         """
         assert self.files is not None
         loop = asyncio.get_running_loop()
@@ -74,7 +75,7 @@ class HostMemory:
 
 
 class RanksMemory:
-    """The host memory of all ranks of a worker.
+    """The host memory of all ranks of a decode worker.
 
     Args:
         own: Rank 0's host memory.
@@ -90,7 +91,7 @@ class RanksMemory:
         self._own, self._thread, self._ranks, self._lose = own, thread, ranks, lose
 
     async def move(self, runs: Runs, layers: range, back: bool) -> None:
-        """Run `HostMemory.copy` on every rank, and wait for all. Raises DecodeFailed if one fails."""
+        """Run `HostMemory.copy` on every rank, and wait for all ranks. Raises DecodeFailed if one fails."""
         own = asyncio.get_running_loop().run_in_executor(self._thread, self._own.copy, runs, layers, back)
         await self._all(own, [rank.move(runs, layers, back) for rank in self._ranks])
 
@@ -112,10 +113,10 @@ class RanksMemory:
 
 
 def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> HostMemory | None:
-    """Make a rank's part of a worker's host memory; None if none is configured.
+    """Make a rank's host memory; None if `host_cache_gib` is 0.
 
     Args:
-        digest: The model's content digest, part of saved files' names.
+        digest: The model's content digest, which is part of the names of saved files.
     Raises:
         ValueError: `host_cache_gib` is too small.
     """
@@ -132,25 +133,25 @@ def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> 
 
 
 def kv_form(cache: PagedKVCache, digest: str) -> str:
-    """Return a string of everything that a rank's KV depends on, except the prompt and its key."""
+    """Return a string of all that a rank's KV depends on, except the prompt and its prefix-cache key."""
     shapes = [(tuple(side.shape[2:]), str(side.dtype)) for side in cache.sides]
     return repr((digest, str(cache.model_dtype), cache.layers, shapes, cache.heads, cache.model_heads))
 
 
 def pages_of(gib: float, cache: PagedKVCache) -> int:
-    """Return the number of pages, with the heads of all ranks, that fit into `gib` GiB."""
+    """Return the number of pages that fit into `gib` GiB. A page counts with the heads of all ranks."""
     return int(gib * 2**30) // (page_bytes(cache.sides) * (cache.model_heads // cache.kv_heads))
 
 
 def page_bytes(cache_sides: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of one page over all layers and sides."""
+    """Return the bytes of one page over all layers and all tensors of the cache."""
     return sum(len(side) * prod(side.shape[2:]) * side.element_size() for side in cache_sides)
 
 
 def _pinned(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Allocate host memory like `like`, pinned for its GPU.
+    """Allocate host memory with the dtype of `like`, pinned if `like` is on a GPU.
 
-    torch's own pinned memory would be rounded up to a power of two.
+    torch's own allocator would round pinned memory up to a power of two.
     """
     memory = np.zeros(prod(shape) * like.element_size(), dtype=np.uint8)
     if like.is_cuda:

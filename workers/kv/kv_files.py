@@ -1,11 +1,12 @@
-"""Saves groups of pages as safetensors files, one for each group and rank.
+"""Saves groups of pages as safetensors files, one file per group and tensor-parallel rank.
 
-A file is written under a temporary name first, so it is complete or absent. It names the form of its KV and
-has a checksum of each tensor. All workers of one model and configuration may share a directory.
+A file is first written under a temporary name, so it is either complete or absent. It contains the form of
+its KV (`host_memory.kv_form`) and a checksum of each tensor. All workers of one model and configuration may
+share a directory.
 
-A group's name is a hash of the prompt's tokens, so a user who can list the directory could test whether a
-text was sent. So the file name is an HMAC of the group's name with the directory's secret, and the file holds
-the name.
+A group's name is a hash of the prompt's tokens. If it were the file's name, a user who can list the directory
+could test whether a text was sent. The file's name is therefore an HMAC of the group's name with a secret of
+the directory. The file contains the group's name.
 """
 
 import contextlib
@@ -35,11 +36,11 @@ _OURS = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")
 _SECRET, _SECRET_BYTES = ".secret", 32
 _LONGEST_HEADER = 1 << 20
 _BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
-"""Errors of reading a file that is gone, truncated or of another kind. RuntimeError: JSON nests too
+"""Errors of reading a file that is gone, truncated or something else. RuntimeError: JSON is nested too
 deeply."""
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
 _UNFINISHED_S = 3600.0
-"""The age after which an unfinished file belongs to a worker that died."""
+"""Seconds after which an unfinished file counts as left by a dead worker."""
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class KVFiles:
     """One rank's files in a directory.
 
     Args:
-        form: The form of its KV, as `host_memory.kv_form` names it.
+        form: The form of the rank's KV, from `host_memory.kv_form`.
     Raises:
         StoreError: The directory cannot be used.
     """
@@ -69,10 +70,10 @@ class KVFiles:
                     path.unlink()
 
     def saved(self) -> list[tuple[bytes, float]]:
-        """Return each group's name and date, in seconds from now, in ascending order.
+        """Return each group's name and date, earliest date first. Dates are seconds from now.
 
-        A future date says until when the group is retained. A past one says when it was last used. Files of
-        another form, and files that another worker removes meanwhile, are left out.
+        A date in the future is the end of the group's retention, a date in the past its last use. Other files
+        are skipped.
         """
         now, found = time.time(), []
         for path in self._folder.glob(f"*{_SUFFIX}"):
@@ -86,7 +87,7 @@ class KVFiles:
         return [(name, date) for date, name in sorted(found)]
 
     def _name_in(self, path: Path) -> bytes:
-        """Return the name of a group's file. Raises an error of _BROKEN if it is something else."""
+        """Return the name of the group in a file. Raises one of _BROKEN if the file is something else."""
         if not _OURS.fullmatch(path.name) or not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError("other files have other names")
         with path.open("rb") as file:
@@ -97,7 +98,7 @@ class KVFiles:
         return name
 
     def date(self, groups: Sequence[tuple[bytes, float]]) -> None:
-        """Set the groups' dates, which `saved` returns, as modification times. Raises StoreError.
+        """Set the groups' dates (see `saved`) as the files' modification times. Raises StoreError.
 
         Files that another worker has removed are skipped.
         """
@@ -124,10 +125,10 @@ class KVFiles:
             raise StoreError(f"{path}: {error}") from error
 
     def load(self, name: bytes) -> list[torch.Tensor]:
-        """Load a group's sides into memory that the thread's next call overwrites.
+        """Load a group's KV tensors. This thread's next call overwrites them.
 
         Raises:
-            StoreError: The file is gone, truncated, changed, or of another form.
+            StoreError: The file is gone, truncated or changed, or has another form of KV.
         """
         path = self._path(name)
         try:
@@ -145,7 +146,7 @@ class KVFiles:
         return sides
 
     def _read(self, path: Path) -> memoryview:
-        """Read into this thread's buffer: fresh memory for each file would cost more than reading it."""
+        """Read a file into this thread's buffer. Allocating new memory would take longer than reading."""
         with path.open("rb", buffering=0) as file:
             size, done = os.fstat(file.fileno()).st_size, 0
             if size > len(getattr(self._own, "room", b"")):
@@ -169,7 +170,7 @@ class KVFiles:
 
 
 def _secret_of(directory: Path) -> bytes:
-    """Return the directory's secret. The first worker makes it, and links are atomic. Raises StoreError."""
+    """Return the directory's secret. The first worker makes it, with an atomic link. Raises StoreError."""
     path = directory / _SECRET
     if not path.exists():
         new = path.with_suffix(f".{secrets.token_hex(4)}.part")

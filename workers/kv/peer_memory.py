@@ -1,7 +1,7 @@
-"""Shares memory between processes of one host: by CUDA IPC on a GPU, by shared memory on a CPU.
+"""Shares tensors between processes of one host: by CUDA IPC on a GPU, by shared memory on a CPU.
 
-Mapped memory appears on this process's own device, whichever GPUs Ray shows it. It stays valid after its
-owner's end, until it is unmapped.
+A mapped tensor appears on this process's device, even if Ray numbers the GPUs differently for each process.
+It stays valid until it is unmapped, even after its owner has ended.
 """
 
 import asyncio
@@ -29,24 +29,24 @@ class PeerMemory(Protocol):
     """See the function `home`."""
 
     def export(self, x: torch.Tensor) -> Any:
-        """Return a handle that can be sent to another process. `x` must live as long as this process."""
+        """Return a handle to send to another process. `x` must live as long as this process."""
 
     def open(self, handle: Any) -> torch.Tensor:
         """Map another process's tensor. It stays mapped until the last reference to it is gone.
 
         Raises:
-            RuntimeError: Its owner is gone.
+            RuntimeError: The other process has ended.
         """
 
     def mark(self) -> Any:
-        """Record an event after everything launched so far, and return it; None: nothing to wait for."""
+        """Return a CUDA event after everything launched so far; None on a CPU."""
 
     def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
         """Call `on_end` once, on this event loop, when a process has ended."""
 
 
 class CudaPeerMemory:
-    """The `PeerMemory` of a GPU, by CUDA IPC."""
+    """Implements `PeerMemory` on a GPU, by CUDA IPC."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -60,7 +60,7 @@ class CudaPeerMemory:
     def open(self, handle: Any) -> torch.Tensor:
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         arguments = [*handle]
-        arguments[_DEVICE_ARGUMENT] = index  # the exporter's number means nothing here
+        arguments[_DEVICE_ARGUMENT] = index  # the exporter may number the GPUs differently
         opened: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
         return opened
 
@@ -72,11 +72,11 @@ class CudaPeerMemory:
 
 
 _DEVICE_ARGUMENT = 6
-"""Index of the device's number among `rebuild_cuda_tensor`'s arguments."""
+"""Position of the device's index among the arguments of `rebuild_cuda_tensor`."""
 
 
 class HostPeerMemory:
-    """The `PeerMemory` of a CPU. An exported tensor's storage moves to shared memory."""
+    """Implements `PeerMemory` on a CPU. `export` moves a tensor's storage to shared memory."""
 
     def __init__(self) -> None:
         self.home = home()
@@ -122,13 +122,13 @@ def when_gone(pid: int, on_end: Callable[[], None]) -> None:
 
 
 def end_process(why: str) -> None:
-    """End this process at once, so that it keeps no mapped memory."""
+    """End this process at once, so that it keeps no memory mapped."""
     log.warning("%s: so does this process", why)
     os._exit(1)
 
 
 def end_with(pid: int) -> None:
-    """End this process as soon as another one ends, so that it keeps none of that process's memory mapped."""
+    """End this process when process `pid` ends, so that none of that process's memory stays mapped."""
 
     def wait() -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -143,8 +143,8 @@ class ExportedObjects:
     """Pickled objects of another process, whose tensors can be mapped.
 
     Attributes:
-        home: That process's host, as `home` names it.
-        gpu: Its GPU's id; empty for a CPU.
+        home: The other process's host, from the function `home`.
+        gpu: The UUID of its GPU; empty on a CPU.
     """
 
     home: str
@@ -154,8 +154,7 @@ class ExportedObjects:
 
 
 def export_objects(objects: Any, device: torch.device) -> ExportedObjects:
-    """Pickle objects, with a handle in place of each tensor. The tensors must live as long as this
-    process."""
+    """Pickle objects with a handle in place of each tensor. The tensors must live as long as this process."""
     peers, buffer = peer_memory(device), io.BytesIO()
     pickler = pickle.Pickler(buffer)
     pickler.persistent_id = lambda x: peers.export(x) if isinstance(x, torch.Tensor) else None  # type: ignore[method-assign]
@@ -164,7 +163,7 @@ def export_objects(objects: Any, device: torch.device) -> ExportedObjects:
 
 
 def map_objects(exported: ExportedObjects, device: torch.device | str) -> Any:
-    """Unpickle the objects with their tensors mapped. Raises RuntimeError if they cannot be mapped."""
+    """Unpickle objects and map their tensors. Raises RuntimeError if the tensors cannot be mapped."""
     device = torch.device(device)
     peers = peer_memory(device)
     if exported.home != peers.home:
@@ -191,6 +190,7 @@ def launched(device: torch.device) -> Any:
 
 
 def home() -> str:
-    """Return a name of this host and its process-id namespace. Two containers on one host have two names."""
+    """Return a name of this host and its PID namespace, so that two containers on one host have different
+    names."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}, boot {boot}, {os.readlink('/proc/self/ns/pid')}"

@@ -1,8 +1,9 @@
-"""The hand-off between GPUs of one host: a decode worker copies from the stage's pages into its own.
+"""KV hand-off between GPUs of one host: a decode worker copies KV from the stage's pages into its own.
 
-A stage announces KV only after it is computed, because a stream that waits for another process's events hangs
-when that process dies. The stage reuses the pages once the worker has answered or died, or after `until`.
-Both read one clock, and the worker drops KV that it read after `until`.
+A stage announces KV only after the GPU has computed it, because a CUDA stream that waits for another
+process's event hangs if that process dies. The stage may reuse its pages once the decode worker has answered
+or died, or at the time `until`. Both processes read the same clock, and the worker drops KV that it has
+copied after `until`.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ from deltafront.workers.messages.stages import KVAnnouncement
 from deltafront.workers.settings import HandoffConfig
 
 MESSAGE_BYTES = 256 << 20
-"""Messages are few, since where both share a GPU each one's copies stop the stage's kernels for 0.2 ms. The
-last one arrives after 0.7 ms."""
+"""Messages are large, because on a shared GPU the copies for each message stop the stage's kernels for 0.2
+ms. The last message takes 0.7 ms to arrive."""
 
 
 @dataclass(frozen=True)
 class MappedCache(ExportedCache):
-    """The cache of a stage in process `pid`. `sides` are handles for `PeerMemory.open`, and `name` is
-    unique.
+    """Describes the KV cache of the stage in process `pid`.
+
+    Attributes:
+        name: A unique name.
+        sides: Handles of the cache's tensors for `PeerMemory.open`.
     """
 
     name: str
@@ -52,16 +56,15 @@ class MappedCache(ExportedCache):
 
 @dataclass(frozen=True)
 class MappedKV(ExportedKV):
-    """The payload of an announcement. It may be read until `until`, in seconds of the host's monotonic
-    clock.
-    """
+    """The payload of an announcement. The KV may be copied until `until`, in seconds of the host's monotonic
+    clock."""
 
     cache: MappedCache
     until: float
 
 
 class CudaIpcExporter:
-    """The `stream.KVExporter` of this transport."""
+    """Implements `stream.KVExporter` for this transport."""
 
     message_bytes = MESSAGE_BYTES
     in_place = True
@@ -93,7 +96,7 @@ class CudaIpcExporter:
 
 
 class CudaIpcExport(PageExport):
-    """The `stream.KVExport` of one request. `describe` makes the payload from a chunk's rows."""
+    """Implements `stream.KVExport` for one request. `describe` makes the payload from a chunk's rows."""
 
     def __init__(
         self,
@@ -109,12 +112,12 @@ class CudaIpcExport(PageExport):
         return self._describe(layers[0])
 
     def revoke(self) -> bool:
-        """Return True: by the clock, the decode worker will not use later reads."""
+        """Return True: the decode worker drops KV that it copies after `until`."""
         return True
 
 
 class CudaIpcReader:
-    """Copies from stages' caches, which stay mapped while their processes live."""
+    """Copies KV from stages' caches. It keeps a cache mapped until the stage's process ends."""
 
     def __init__(
         self,

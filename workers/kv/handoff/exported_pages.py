@@ -1,7 +1,7 @@
-"""A stage's exported pages, which a decode worker reads in place.
+"""Exports a stage's pages, so that a decode worker can copy KV directly from them.
 
-`MessageStream.close` says when another request may have the pages. Each transport tells the reader in its own
-way.
+`MessageStream.close` returns when another request may use the pages. How a decode worker notices that it has
+copied too late depends on the transport.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from deltafront.workers.kv.pages.pool import PAGE_TOKENS, row_runs
 from deltafront.workers.messages.stages import KVAnnouncement
 
 Runs = tuple[tuple[int, int], ...]
-"""(first row, count) of each run in `PagedKVCache.rows`."""
+"""Contiguous rows of `PagedKVCache.rows`, each run as (first row, count)."""
 
 
 @dataclass(frozen=True)
 class ExportedCache:
-    """A stage's cache.
+    """Describes a stage's KV cache.
 
     Attributes:
-        shape: Of k and of v, [layers, pages, page_tokens, kv_heads, head_dim].
-        dtype: Of k and of v; uint8 in 8 bits.
+        shape: The shape of k and of v, [layers, pages, page_tokens, kv_heads, head_dim].
+        dtype: The dtype of k and v; uint8 in an 8-bit cache.
     """
 
     layers: range
@@ -40,13 +40,13 @@ class ExportedKV:
 
 
 class PageExport:
-    """Base of the transports' `stream.KVExport`. `mark` is `PeerMemory.mark`."""
+    """Base class of the transports' `stream.KVExport`. `mark` is `PeerMemory.mark`."""
 
     def __init__(self, cache: PagedKVCache, pages: Sequence[int], mark: Callable[[], Any]) -> None:
         self._cache, self._pages, self._mark = cache, pages, mark
         self._chunk = 0, 0
         self._runs: Runs = ()
-        """The chunk's rows, kept for all layers: to compute them anew took a tenth of a chunk's launches."""
+        """The chunk's rows, computed once for all layers, since computing them takes the host a while."""
 
     def layer(self, start: int, sides_T: Sides) -> tuple[Runs, Any]:
         chunk = start, sides_T[0].shape[0]
@@ -59,9 +59,8 @@ K = TypeVar("K", bound=ExportedKV)
 
 
 def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) -> K:
-    """Return an announcement's payload. Raises HandoffError unless it has the shape of this cache and lies
-    within the stage's cache.
-    """
+    """Return an announcement's payload. Raises HandoffError if its shape differs from this cache's, or it is
+    outside the stage's cache."""
     kv, what = announcement.payload, described(announcement)
     if not isinstance(kv, kind):
         raise HandoffError(f"{what} is {type(kv).__name__}, not pages of a stage's cache")
@@ -86,5 +85,5 @@ def moved_bytes(announcement: KVAnnouncement, layers: Sequence[int], cache: Page
 
 
 def too_late(announcement: KVAnnouncement) -> HandoffError:
-    """Make the error for pages that may have belonged to another request when they were read."""
+    """Return the error for KV whose pages may have belonged to another request when they were copied."""
     return HandoffError(f"{described(announcement)} was read too late: its stage no longer kept it")

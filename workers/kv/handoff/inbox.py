@@ -1,7 +1,7 @@
-"""The decode worker's end of a hand-off: receives the KV of one attempt at a prompt.
+"""The decode worker's end of a KV hand-off: receives the KV of one attempt at a prompt.
 
-A resumed prompt gets a new inbox, so a late message of the old attempt writes nothing. Used on the event
-loop's thread.
+A resumed prompt gets a new inbox, so that late messages of the old attempt write nothing. Only the event
+loop's thread uses an inbox.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deltafront.workers.messages.stages import KVAnnouncement
 
 
 class KVInbox:
-    """Receives the KV and logits of one attempt, until it is complete, lost or closed.
+    """Receives the KV and logits of one attempt, until the KV is complete or lost, or the inbox is closed.
 
     `changed` is called when the KV is complete or lost, and when the logits arrive.
     """
@@ -29,9 +29,9 @@ class KVInbox:
     ) -> None:
         self.attempt = attempt
         self.logits_V: np.ndarray | None = None
-        """The logits of `FirstLogits`; None until they arrive."""
+        """The logits at the prompt's last position; None until they arrive."""
         self.lost = ""
-        """The reason why KV cannot arrive; empty unless something has failed."""
+        """The reason why the KV cannot arrive any more; empty if nothing has failed."""
         self._arrival, self._pages, self._changed = arrival, pages, changed
         self._settled = asyncio.Event()
         self._closed = False
@@ -41,12 +41,12 @@ class KVInbox:
         return self._arrival.complete
 
     async def receive(self, announcement: KVAnnouncement, reader: KVReader) -> int:
-        """Read announced KV into the pages. An exact repetition is ignored.
+        """Copy announced KV into the pages. A repeated announcement is ignored.
 
         Returns:
-            Bytes moved; 0 if nothing was written.
+            Number of bytes copied; 0 if nothing was written.
         Raises:
-            HandoffError, ArrivalError: The KV cannot be read, or is not the prompt's. The inbox is then lost.
+            HandoffError, ArrivalError: The KV cannot be copied, or does not fit the prompt. This sets `lost`.
         """
         first, start, tokens = announcement.layer, announcement.start, announcement.tokens
         layers = range(first, first + announcement.layers)
@@ -65,8 +65,8 @@ class KVInbox:
         return moved
 
     def put_logits(self, logits_V: np.ndarray, vocab: int) -> None:
-        """Store the first token's logits. A repetition is ignored. Raises ArrivalError for logits of another
-        size."""
+        """Store the first token's logits, unless they have arrived before. Raises ArrivalError if their size
+        is not `vocab`."""
         if self.logits_V is not None:
             return
         if logits_V.shape != (vocab,):
@@ -85,7 +85,7 @@ class KVInbox:
         """Close this inbox and make one for the next attempt.
 
         Returns:
-            The resume point, and the inbox for the KV after it.
+            The resume point (a token position), and the inbox for the KV after it.
         """
         tokens = self._arrival.resume_point(points)
         self.close()

@@ -1,9 +1,9 @@
-"""The hand-off without copies on one GPU: a stage maps the decode worker's pages and writes the KV there. An
-announcement only says that KV is complete.
+"""KV hand-off without copies on one GPU: a stage maps the decode worker's pages and writes KV into them. An
+announcement only tells the decode worker that KV is complete.
 
-The decode worker owns the memory. It keeps a request's pages until the stage closes them, after its device's
-last write, or until the stage's process has ended. A stage ends when the decode worker whose memory it maps
-ends, or when it gets a request for another one (docs/decisions/0024).
+The decode worker owns the memory. It keeps a request's pages allocated until the stage closes them after its
+last write, or until the stage's process has ended. A stage's process ends if the decode worker whose memory
+it maps ends, or if it gets a request for another decode worker (docs/decisions/0024).
 """
 
 import os
@@ -26,14 +26,14 @@ from deltafront.workers.settings import HandoffConfig
 
 
 class MappedSender:
-    """The `KVSender` of this transport.
+    """Implements `KVSender` for this transport.
 
     Args:
-        memory: The name of the memory that the stage maps (`PagedKVCache.memory`).
-        outbox: Opens requests' pages on decode workers.
+        memory: The name of the memory that the stage has mapped (`PagedKVCache.memory`).
+        outbox: Opens the pages of requests on decode workers.
         background: As in `MessageSender`.
-        end: Ends this process. Called if another decode worker has replaced the one whose memory is mapped,
-            because KV would be written to the wrong memory.
+        end: Ends this process. Called if a new decode worker has replaced the one whose memory is mapped,
+            because the stage would write KV into the wrong memory.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class MappedSender:
 
 
 class MappedExport:
-    """The `stream.KVExport` of one request. `mark` is `PeerMemory.mark`, and `close` releases the pages."""
+    """Implements `stream.KVExport` for one request. `mark` is `PeerMemory.mark`; `close` releases the
+    pages."""
 
     def __init__(self, mark: Callable[[], Any], close: Callable[[], None]) -> None:
         self._mark, self._close = mark, close
@@ -88,9 +89,7 @@ class MappedExport:
         return None
 
     def revoke(self) -> bool:
-        """Close the pages once the device has finished an abandoned chunk. Returns whether they are
-        closed.
-        """
+        """Close the pages if the device has finished all writes to them. Returns whether they are closed."""
         if not self._revoked:
             self._revoked, self._last = True, self._mark()
         if not self._closed and (self._last is None or self._last.query()):
@@ -100,7 +99,7 @@ class MappedExport:
 
 
 class MappedReader:
-    """A `KVReader` that copies nothing, because the KV is already in the request's pages."""
+    """Implements `KVReader`. It copies nothing, because the KV is already in the request's pages."""
 
     async def read(
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
@@ -112,9 +111,9 @@ class MappedReader:
 
 
 class PageWriters:
-    """Holds requests' pages while stages write to them. Used on the event loop's thread.
+    """Keeps the pages of requests allocated while stages write to them. Only the event loop's thread uses it.
 
-    `memory` is the `PagedKVCache.memory` of the pages.
+    `memory` is the `PagedKVCache.memory` of the decode worker's pages.
     """
 
     def __init__(self, memory: str) -> None:
@@ -123,11 +122,11 @@ class PageWriters:
         self._watched: set[int] = set()
 
     def open(self, writer: PageWriter, pages: RequestPages) -> tuple[int, ...]:
-        """Hold the pages until `close`, and return the page table.
+        """Keep the pages allocated until `close`, and return the page table.
 
         Raises:
             DecodeFailed: The stage is on another GPU or host, or the request has ended.
-            OtherMemory: The stage maps another worker's memory.
+            OtherMemory: The stage has mapped another decode worker's memory.
         """
         if writer.home != home():
             raise DecodeFailed(

@@ -1,13 +1,14 @@
-"""The hand-off across hosts: a decode worker reads a stage's pages straight into its own, by NIXL.
+"""KV hand-off across hosts: a decode worker reads KV from a stage's pages into its own pages by NIXL.
 
-A stage registers its cache and announces where a chunk's KV lies. The decode worker posts READs, and RDMA
-serves them without the stage's process.
+A stage registers its KV cache and announces the addresses of a chunk's KV. The decode worker posts READs,
+which RDMA serves without the stage's process.
 
-Two hosts have two clocks. So a stage exports a word with the pages, the lease, and clears it before another
-request gets the pages. The worker reads the lease after the rows: if it is unchanged, the rows are valid.
+The two hosts have no common clock. With its pages a stage therefore exports a word of memory, the lease, and
+clears it before another request gets the pages. The worker reads the lease after the KV: if the lease is
+unchanged, the KV is valid.
 
-NIXL cannot cancel a transfer. So a worker keeps its pages until the transfer is done, or until the connection
-breaks because the stage has ended.
+NIXL cannot cancel a transfer. A worker therefore keeps its own pages allocated until the transfer is done, or
+until the connection breaks because the stage has ended.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ from deltafront.workers.messages.stages import KVAnnouncement
 from deltafront.workers.settings import HandoffConfig
 
 MESSAGE_BYTES = 64 << 20
-"""A 400 Gb/s link moves them in 1.3 ms."""
+"""A 400 Gb/s link transfers this in 1.3 ms."""
 READS_AT_ONCE = 64
 _POLL_S = 0.0005
 
 
 @dataclass(frozen=True)
 class RegisteredCache(ExportedCache):
-    """A stage's cache.
+    """Describes a stage's KV cache.
 
     Attributes:
         agent: The unique name of the stage's NIXL agent.
-        metadata: The agent's NIXL metadata, with which others connect.
-        sides: Addresses of the sides in the stage's memory.
+        metadata: The agent's NIXL metadata, which other agents need to connect.
+        sides: Addresses of the cache's tensors in the stage's memory.
     """
 
     agent: str
@@ -75,9 +76,8 @@ class RegisteredCache(ExportedCache):
 
 @dataclass(frozen=True)
 class RegisteredKV(ExportedKV):
-    """The payload of an announcement. The word at `lease` equals `serial` while the rows belong to the
-    request.
-    """
+    """The payload of an announcement. The word at `lease` equals `serial` as long as the rows belong to the
+    request."""
 
     cache: RegisteredCache
     lease: Span
@@ -85,14 +85,14 @@ class RegisteredKV(ExportedKV):
 
 
 class NixlExporter:
-    """A `stream.KVExporter`."""
+    """Implements `stream.KVExporter` for this transport."""
 
     message_bytes = MESSAGE_BYTES
     in_place = True
 
     def __init__(self, cache: PagedKVCache, agent: Agent) -> None:
         self._cache = cache
-        self._agent = agent  # kept alive, so that other processes can reach it
+        self._agent = agent  # other processes can reach it only while it lives
         self._leases = RegisteredWords(agent, cache.pages)
         self._serials = itertools.count(1)
         _register(cache, agent)
@@ -111,7 +111,7 @@ class NixlExporter:
 
 
 class NixlExport(PageExport):
-    """The `stream.KVExport` of one request. Its lease is the word of its first page."""
+    """Implements `stream.KVExport` for one request. Its lease is the word of its first page."""
 
     def __init__(
         self,
@@ -141,21 +141,20 @@ T = TypeVar("T")
 
 
 class NixlReader:
-    """The `KVReader` of this transport. Only `thread` calls its NIXL agent; it does not block during
-    transfers.
-    """
+    """Implements `KVReader` for this transport. Only `thread` calls the NIXL agent. It polls transfers, so
+    that none blocks it."""
 
     def __init__(self, cache: PagedKVCache, thread: Executor, new: Callable[[], Agent]) -> None:
         self._cache, self._thread = cache, thread
         self._agent, self._leases_read = thread.submit(self._start, new).result()
         self._slots: asyncio.Queue[int] = asyncio.Queue()
-        """Indices of words in `_leases_read` into which no lease is being read."""
+        """Indices of the words in `_leases_read` that no running transfer uses."""
         for slot in range(READS_AT_ONCE):
             self._slots.put_nowait(slot)
         self._reading: Counter[str] = Counter()
-        """Announcements that are being read, by the stage's agent."""
+        """Number of running transfers from each stage's agent."""
         self._lost: set[str] = set()
-        """Agents whose connection has failed. It is replaced once no read uses it."""
+        """Agents whose connection has failed. A new one is made once no transfer uses the old one."""
 
     async def read(
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
@@ -197,10 +196,10 @@ class NixlReader:
                     await self._on_thread(self._disconnect, stage)
 
     def _reads(self, kv: RegisteredKV, layers: Sequence[int], ours: Runs) -> Iterator[tuple[int, int, int]]:
-        """Yield (address at the stage, address here, bytes)."""
+        """Yield each piece to copy: (address in the stage's memory, address in this memory, bytes)."""
         cache, theirs = self._cache, kv.cache
         runs = list(paired_runs(kv.rows, ours))
-        if cache.model_heads != cache.kv_heads:  # only some heads of a row: each row is a separate piece
+        if cache.model_heads != cache.kv_heads:  # with some heads of a row, each row is a separate piece
             runs = [(a + n, b + n, 1) for a, b, count in runs for n in range(count)]
         for layer in layers:
             their_start = (layer - theirs.layers.start) * theirs.shape[1] * PAGE_TOKENS
@@ -235,7 +234,7 @@ class NixlReader:
         remote = theirs.descriptors(self._agent, [(source, size) for source, _, size in reads])
         local = ours.descriptors(self._agent, [(target, size) for _, target, size in reads])
         handle = self._agent.initialize_xfer("READ", local, remote, stage)
-        self._agent.transfer(handle)  # `_ended` tells whether it failed
+        self._agent.transfer(handle)  # `_ended` raises if it fails
         return handle
 
     def _ended(self, handle: Any) -> bool:
@@ -257,7 +256,7 @@ class NixlReader:
 
 def _register(cache: PagedKVCache, agent: Agent) -> None:
     if cache.device.type == "cuda":
-        torch.cuda.synchronize(cache.device)  # else its zeros may come after what is read into it
+        torch.cuda.synchronize(cache.device)  # else zeroing the cache could overwrite transferred KV
     spans = [(side.data_ptr(), side.nbytes) for side in cache.sides]
     memory_of(cache.device).register(agent, spans)
 

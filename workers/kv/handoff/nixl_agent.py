@@ -1,6 +1,6 @@
 """The part of NIXL's API that the transport uses.
 
-NIXL's UCX backend uses RDMA if there is any, otherwise shared memory or TCP. Nothing here needs a GPU.
+NIXL's UCX backend uses RDMA if there is any, otherwise shared memory or TCP. It also works without a GPU.
 """
 
 import secrets
@@ -16,22 +16,21 @@ Span = tuple[int, int]
 
 
 class Agent(Protocol):
-    """`nixl._api.nixl_agent`. Its exceptions have no common base, and only one thread may call it.
+    """The interface of `nixl._api.nixl_agent`. Its exceptions have no common base class. Only one thread may
+    call it.
 
-    `mem_type` is "VRAM" or "DRAM". A transfer's state is "DONE", "PROC" or "ERR".
+    `mem_type` is "VRAM" or "DRAM". A transfer's state is "DONE", "PROC" (running) or "ERR".
     """
 
     name: str
 
     def register_memory(self, reg_list: Any, mem_type: str) -> Any:
-        """Register regions (address, bytes, device, ""). They are never deregistered: a cache lives as
-        long as its process.
-        """
+        """Register memory regions, each (address, bytes, device, ""). They stay registered until the process
+        ends."""
 
     def get_agent_metadata(self) -> bytes:
-        """Return the metadata for another agent's `add_remote_agent`. It covers only memory registered so
-        far.
-        """
+        """Return the metadata for another agent's `add_remote_agent`. It covers only memory that is already
+        registered."""
 
     def add_remote_agent(self, metadata: bytes) -> Any: ...
     def check_remote_metadata(self, agent: str) -> bool: ...
@@ -46,7 +45,7 @@ class Agent(Protocol):
     def transfer(self, handle: Any) -> str: ...
     def check_xfer_state(self, handle: Any) -> str: ...
     def release_xfer_handle(self, handle: Any) -> None:
-        """Release the handle. A running transfer continues (seen with 1.5.1)."""
+        """Release the handle. A running transfer still continues (seen with NIXL 1.5.1)."""
 
 
 def new_agent() -> Agent:

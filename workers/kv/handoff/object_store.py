@@ -1,7 +1,6 @@
-"""The hand-off through Ray's object store. A stage puts host copies there and sends the decode actor their
-reference.
+"""KV hand-off through Ray's object store: a stage stores host copies and sends the decode actor an ObjectRef.
 
-bfloat16 travels as uint16, since numpy has no such type.
+bfloat16 is sent as uint16, since numpy has no bfloat16.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ class ObjectStoreOutbox(ActorOutbox):
         size = sum(x_TGD.nbytes for x_TGD in announcement.payload)
         try:
             reference = self._ray.put(announcement.payload)
-        except Exception as error:  # a full store fails this request, not the group
+        except Exception as error:  # a full object store fails this request, not the prefill group
             delivery.fail(f"the object store did not take KV: {plain(error)}")
             return
         self._call(KVReceiver.announce, delivery, replace(announcement, payload=reference), size)
@@ -58,13 +57,13 @@ class ObjectStoreReader:
 
 
 async def pull(announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[Sides]:
-    """Return each layer's sides on the host. They alias shared memory, so never write to them.
+    """Return each layer's KV as host tensors. They alias shared memory, so never write to them.
 
     Args:
-        announcement: Its payload is a tuple with every layer's sides as arrays, or an awaitable of one.
+        announcement: Its payload is a tuple with every layer's KV as arrays, or an awaitable of this tuple.
         dtype: The dtype of k and v in the cache.
     Raises:
-        HandoffError: The arrays do not have these shapes and dtypes, or their owner has died.
+        HandoffError: The arrays have other shapes or dtypes, or their owner has died.
     """
     payload = announcement.payload
     if inspect.isawaitable(payload):
@@ -91,8 +90,8 @@ async def pull(announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
-    """Make a stage's sender. On a GPU a separate thread sends. On a CPU, where all cores compute, the stage's
-    thread sends."""
+    """Make a stage's sender. On a GPU a separate thread sends; on a CPU, where all cores compute, the stage's
+    own thread does."""
     outbox = ObjectStoreOutbox(MAX_UNANSWERED_BYTES, config.ack_timeout_s)
     return MessageSender(HostCopies(cache.device), outbox, background=cache.device.type == "cuda")
 

@@ -1,4 +1,4 @@
-"""Sends a stage's messages to decode actors and collects their answers."""
+"""Sends a stage's KV messages to decode actors, and collects their answers."""
 
 import contextlib
 import time
@@ -18,12 +18,12 @@ from deltafront.workers.roles import KVReceiver, sent
 M = TypeVar("M", KVAnnouncement, FirstLogits)
 
 MAX_UNANSWERED_BYTES = 256 << 20
-"""The most bytes of copies that decode workers have not taken yet. A stage with more waits."""
+"""Maximum bytes of copied KV in unanswered messages. A stage with more waits for answers."""
 
 
 @dataclass(eq=False)
 class Delivery:
-    """The messages of one stream to its decode worker. `failure` is the first message's error, if any."""
+    """The state of one stream's messages to its decode worker. `failure` is the first error, if any."""
 
     decode_worker: str
     failure: str = ""
@@ -33,28 +33,28 @@ class Delivery:
 
 
 class Outbox(Protocol):
-    """Delivers the messages of one thread in order. Failures are raised by `check` only."""
+    """Sends messages in order, for one thread. Only `check` raises the errors of messages."""
 
     def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None: ...
 
     def send_logits(self, delivery: Delivery, message: FirstLogits) -> None: ...
 
     def check(self, delivery: Delivery) -> None:
-        """Raise HandoffError if a message has failed, as far as is known now."""
+        """Raise HandoffError if a message is known to have failed. Does not wait for answers."""
 
     def unanswered(self, delivery: Delivery) -> bool:
-        """Say whether answers are still missing: the decode worker may then still read the pages."""
+        """Return whether answers are missing. If so, the decode worker may still read the pages."""
 
 
 class PageOpener(Outbox, Protocol):
-    """An `Outbox` for a stage that writes to decode workers' own pages."""
+    """An `Outbox` for a stage that writes directly into decode workers' pages (transport `mapped`)."""
 
     def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
         """Open a request's pages for writing, and return its page table.
 
         Raises:
             HandoffError: The decode worker did not open them.
-            OtherMemory: The stage maps another worker's memory.
+            OtherMemory: The stage has mapped another decode worker's memory.
         """
 
     def close_pages(self, decode_worker: str, writer: PageWriter) -> None: ...
@@ -69,10 +69,10 @@ class _Unanswered:
 
 
 class ActorOutbox:
-    """An `Outbox` to Ray actors.
+    """Implements `Outbox` with Ray actors.
 
-    At most `max_bytes` of copies are unanswered, so that a slow decode worker slows prefill down and does not
-    fill the object store.
+    At most `max_bytes` of copied KV may be unanswered. A slow decode worker thus slows prefill down instead
+    of filling the object store.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ActorOutbox:
             raise HandoffError(f"{decode_worker} did not open its pages: {plain(error)}") from error
 
     def close_pages(self, decode_worker: str, writer: PageWriter) -> None:
-        """Release the pages. A dead worker needs no message."""
+        """Release the pages. Errors are ignored, since a dead decode worker needs no message."""
         with contextlib.suppress(Exception):
             sent(self._actor(decode_worker), KVReceiver.close_pages, writer)
 

@@ -1,6 +1,7 @@
-"""The two sides of a hand-off: a stage puts tensors into a stream, and a decode worker reads them into pages.
+"""Interfaces of the KV hand-off: a stage puts tensors into a `KVStream`, and a decode worker's `KVReader`
+copies them into pages.
 
-Only the two ends of a transport know its payload.
+Each transport implements both. The payload of its messages is private to the transport.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +18,12 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class HandoffError(Exception):
-    """KV could not be handed over, or it is not what was announced."""
+    """KV could not be transferred, or differs from its announcement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """The destination of one attempt's KV. `pages` are the request's pages in the stage's cache, in token
-    order.
-    """
+    """The destination of one attempt's KV. `pages` is the request's page table in the stage's own cache."""
 
     request_id: str
     decode_worker: str
@@ -36,44 +35,44 @@ class KVStream(Protocol):
     """Sends one request's KV from a stage to a decode worker.
 
     The stage's thread calls `put`, `end_chunk` and `close`. The reporting thread calls `put_logits` and the
-    function that `end_chunk` returns. A failure is raised only when a chunk is reported, so that the
-    stage stays in step with its peers.
+    function that `end_chunk` returns. Errors are raised only at the end of a chunk, so that the stage stays
+    in step with the other stages.
     """
 
     pages: Sequence[int]
-    """The request's pages in the stage's cache, in token order."""
+    """The request's page table in the cache that the stage writes to."""
     has_prefix: bool
-    """True if these pages already hold the part of the prompt that the decode worker has."""
+    """Whether these pages already hold the KV that the decode worker has."""
 
     def put(self, layer: int, start: int, *sides_T: torch.Tensor) -> int:
         """Start to send one layer's KV of a chunk.
 
         Args:
             start: Position of the chunk's first token.
-            sides_T: `cache.Sides`, as the stage's pages hold them. They must not change before the last chunk
+            sides_T: The KV as in the stage's pages (`cache.Sides`). It must not change before the last chunk
                 is sent.
         Returns:
-            Bytes that will be transferred.
+            Number of bytes that will be transferred.
         Raises:
-            HandoffError: The tensors are not the KV of one chunk.
+            HandoffError: The tensors' shapes or dtypes do not match one another.
         """
 
     def end_chunk(self) -> Callable[[], None]:
-        """Send the rest of a chunk.
+        """Start to send the rest of a chunk.
 
         Returns:
-            A function to call once the device has computed the chunk. It returns when the whole chunk has
-                been sent, and raises HandoffError if the request has failed.
+            A function to call once the device has computed the chunk. It waits until the whole chunk has been
+                sent, and raises HandoffError if any message of the request has failed.
         """
 
     def put_logits(self, logits_V: torch.Tensor) -> None:
-        """Send the last position's logits: float32, on the host."""
+        """Send the logits at the prompt's last position: float32, in host memory."""
 
     def close(self) -> bool:
-        """End the request: send nothing more and ignore failures.
+        """End the request. Nothing more is sent, and errors are ignored.
 
         Returns:
-            Whether its pages are free. If not, call again later: the decode worker may still read them.
+            Whether its pages are free. If not, the decode worker may still read them; call again later.
         """
 
 
@@ -83,27 +82,27 @@ class KVSender(Protocol):
 
 
 UsePages = Callable[[], AbstractContextManager[Sequence[int] | None]]
-"""`with use_pages() as pages` keeps a request's page table in use. None: the request is over, so write
-nothing."""
+"""`with use_pages() as pages` keeps a request's pages allocated and yields its page table. If it yields None,
+the request has ended: write nothing."""
 
 
 class KVReader(Protocol):
     async def read(
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
     ) -> int | None:
-        """Write these layers of an announcement into the request's pages.
+        """Copy these layers of announced KV into the request's pages, and wait until they are written.
 
-        Several reads may run at once. Only the worker's shutdown cancels a read.
+        Several calls may run at once. Only the worker's shutdown cancels a call.
 
         Returns:
-            Bytes written, once later work on the device sees them; None if the request has ended.
+            Number of bytes written; None if the request has ended.
         Raises:
-            HandoffError: The KV is lost, or belongs to another request.
+            HandoffError: The KV is lost, or may belong to another request.
         """
 
 
 def check_kv(*sides_T: torch.Tensor) -> None:
-    """Raise HandoffError unless these tensors are keys and values of one chunk."""
+    """Raise HandoffError unless the tensors have the shapes and dtypes of `cache.Sides`."""
     k_TGD, v_TGD, *scales = sides_T
     fits = k_TGD.shape == v_TGD.shape and k_TGD.dim() == 3 and k_TGD.dtype == v_TGD.dtype
     if k_TGD.dtype == BYTES:
@@ -124,7 +123,7 @@ def described(announcement: KVAnnouncement) -> str:
 
 
 def plain(error: Exception) -> str:
-    """Return the cause of one of Ray's errors as one line."""
+    """Return the cause of a Ray error as one line."""
     cause = getattr(error, "cause", None) or error
     text = str(cause).strip()
     return f"{type(cause).__name__}: {text.splitlines()[0]}" if text else type(cause).__name__

@@ -1,6 +1,6 @@
-"""The stage's end of a hand-off. Its messages announce which layers of a chunk can be read, and where.
+"""The stage's end of a KV hand-off. Its messages announce which layers of a chunk can be read, and where.
 
-Small layers share a message, since each message costs every process some hundred microseconds.
+Several small layers share a message, since each message takes every process some hundred microseconds.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 
 
 class KVExport(Protocol):
-    """Describes the KV of one request so that a decode worker can read it."""
+    """Describes the KV of one request, so that a decode worker can read it."""
 
     def layer(self, start: int, sides_T: Sides) -> tuple[Any, Any]:
-        """Describe one layer's chunk.
+        """Describe one layer's KV of a chunk.
 
         Returns:
-            The description, and the CUDA event to wait for before sending it; None: send at once.
+            The description, and the CUDA event to wait for before it is sent; None: send at once.
         """
 
     def payload(self, layers: Sequence[Any]) -> Any:
         """Make an announcement's payload from the descriptions of its layers."""
 
     def revoke(self) -> bool:
-        """Invalidate all descriptions so far, so that another request can use the pages.
+        """Invalidate all descriptions, so that another request can use the pages.
 
         Returns:
             Whether the pages are free now. If not, call again later.
@@ -41,12 +41,12 @@ class KVExport(Protocol):
 
 
 class KVExporter(Protocol):
-    """Describes a stage's pages for one transport."""
+    """Makes the `KVExport` of each request, for one transport."""
 
     message_bytes: int
-    """A message is sent once it stands for this much KV, or when its chunk ends."""
+    """A message is sent once it announces this much KV, or when its chunk ends."""
     in_place: bool
-    """True if decode workers read the stage's own pages."""
+    """Whether decode workers read the stage's own pages."""
 
     def export(self, pages: Sequence[int]) -> KVExport: ...
 
@@ -62,8 +62,8 @@ class _Layer:
 
 
 class MessageSender:
-    """A `KVSender`. With `background`, another thread waits for the layers and sends, so that the stage's
-    launches do not wait."""
+    """Implements `KVSender`. With `background`, a separate thread waits for the layers and sends, so that the
+    stage can launch kernels meanwhile."""
 
     def __init__(self, exporter: KVExporter, outbox: Outbox, *, background: bool) -> None:
         self._exporter, self._outbox = exporter, outbox
@@ -85,7 +85,7 @@ class MessageStream:
     """Sends the KV of one request in messages.
 
     Args:
-        message_bytes: As in `KVExporter`; None: no KV is transferred, and one message announces a chunk.
+        message_bytes: As in `KVExporter`; None: no KV is transferred, and one message announces each chunk.
         in_place: As in `KVExporter`.
     """
 
@@ -105,9 +105,9 @@ class MessageStream:
         self._outbox, self._delivery = outbox, Delivery(destination.decode_worker)
         self._thread = thread
         self._sending: list[Future[None]] = []
-        """Work of the sending thread that may not be done yet."""
+        """Messages that the sending thread may not have sent yet."""
         self._layers: list[_Layer] = []
-        """Layers of one chunk whose message is not full yet."""
+        """Layers of a chunk that wait for the next message."""
 
     def put(self, layer: int, start: int, *sides_T: torch.Tensor) -> int:
         check_kv(*sides_T)
@@ -166,7 +166,7 @@ class MessageStream:
 
     def _send(self, layers: Sequence[_Layer]) -> None:
         first, last = layers[0], layers[-1]
-        if last.ready is not None:  # earlier layers are ready too: a stage launches in order
+        if last.ready is not None:  # earlier layers are then ready, too
             last.ready.synchronize()
         announcement = KVAnnouncement(
             request_id=self._to.request_id,

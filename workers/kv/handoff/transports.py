@@ -1,6 +1,6 @@
-"""The transports by name.
+"""The KV transports, by name.
 
-To add one, write a file with a `KVSender` and a `KVReader`, add a line here, and add its name to
+To add a transport, write a file with a `KVSender` and a `KVReader`, add a line here, and add its name to
 `HandoffConfig`.
 """
 
@@ -33,7 +33,7 @@ def kv_sender(config: HandoffConfig, cache: PagedKVCache) -> KVSender:
 
 
 def kv_reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> KVReader:
-    """Make a decode worker's reader. `thread` runs the writes to `cache`, one at a time."""
+    """Make a decode worker's reader. `thread` runs its writes to `cache`."""
     return _named(config.transport).reader(config, cache, thread)
 
 

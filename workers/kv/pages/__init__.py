@@ -1,1 +1,2 @@
-"""Pages of KV and their holders: plain accounting, without tensors."""
+"""Accounting of KV pages, without tensors: the pool, requests' pages, sessions, and the prefix cache's
+tiers."""

@@ -1,9 +1,9 @@
 """The prefix cache's tier in host memory.
 
-A cached page is copied to host memory as soon as it becomes evictable, so that it can be evicted from the GPU
-without waiting. If a request finds a page only in host memory, the page is copied back, layer by layer. The
-slots have a `PrefixCache` of their own, which chooses the slots to evict. Accounting on the event loop's
-thread.
+A cached page is copied to host memory as soon as it becomes evictable, so that evicting it from the GPU later
+needs no wait. If a request finds a page only in host memory, the page is copied back, layer by layer. The
+slots in host memory have a second `PrefixCache`, which chooses the slots to evict. Only the event loop's
+thread uses this module.
 """
 
 import asyncio
@@ -16,22 +16,23 @@ from deltafront.workers.messages.prompts import PromptKey
 from deltafront.workers.messages.states import TierStats
 
 BATCH_PAGES = 256
-"""The most pages that one copy of all layers moves. Other copies wait for it."""
+"""Maximum pages that one copy of all layers moves, since other copies wait meanwhile."""
 
 Runs = Sequence[tuple[int, int, int]]
-"""(first page, first slot, count) of each copy."""
+"""Consecutive pages and slots, each run as (first page, first slot, count)."""
 Move = Callable[[Runs, range, bool], Awaitable[None]]
-"""`HostMemory.copy` on every rank."""
+"""Runs `HostMemory.copy` on every rank."""
 
 
 class PagesBack:
-    """A running copy of slots back into pages, layer by layer.
+    """A copy of slots in host memory back into pages, layer by layer.
 
-    The pages are in the prefix cache from its start, so that other requests find them and wait for it.
+    The pages are in the prefix cache from the start of the copy, so that other requests find them and wait
+    for the same copy.
 
     Attributes:
-        left: Number of layers still to copy, the model's last ones.
-        error: Why the copy failed; empty if it has not.
+        left: Number of layers still to copy. They are the model's last ones.
+        error: The reason why the copy failed; empty if it has not.
     """
 
     def __init__(self, pages: Sequence[int], slots: Sequence[int], layers: int, began: float) -> None:
@@ -45,23 +46,23 @@ class PagesBack:
         return not self.left or bool(self.error)
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever layers have been copied, and when the copy has failed."""
+        """Call `changed` each time layers have been copied, and when the copy fails."""
         self._changed.append(changed)
 
     def record_layers(self, layers: int, error: str = "") -> None:
-        """Record that further layers have been copied, or why the copy failed."""
+        """Record that further `layers` have been copied, or that the copy has failed."""
         self.left, self.error = self.left - layers, error
         for changed in self._changed:
             changed()
 
 
 class HostTier:
-    """The prefix-cache tier in host memory, below a pool's pages.
+    """The prefix cache's tier in host memory.
 
     Args:
-        on_gpu: The pool's prefix cache.
-        layers: Number of layers.
-        slots: Number of pages that the host memory holds.
+        on_gpu: The prefix cache of the pages on the GPU.
+        layers: Number of layers of the model.
+        slots: Number of pages that fit into the host memory.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class HostTier:
     ) -> None:
         self.pool = PagePool(slots, prefix_cache=PrefixCache(clock))
         self.too_late = 0
-        """Blocks that were evicted from the GPU before they were copied."""
+        """Number of blocks that were evicted from the GPU before they were copied."""
         self.on_kept: Callable[[Sequence[int]], None] = lambda _slots: None
-        """Called with the slots of blocks that were copied, or were there already. They are pinned during the
-        call."""
+        """Called with the slots of offered blocks that are now in host memory. The slots are pinned during
+        the call."""
         self._back, self._back_s = 0, 0.0
         self._clock = clock
         self._on_gpu = on_gpu
@@ -87,12 +88,12 @@ class HostTier:
         on_gpu.on_evictable = self._offer
 
     def find(self, key: PromptKey, first: int) -> tuple[tuple[int, ...], bool]:
-        """Like `PrefixCache.find`, but return slots."""
+        """Like `PrefixCache.find`, but return slots of host memory."""
         return self.pool.prefix_cache.find(key, first)
 
     @property
     def busy(self) -> bool:
-        """Say whether blocks wait to be copied."""
+        """Whether blocks wait to be copied to host memory."""
         return self._wake.is_set()
 
     async def run(self) -> None:
@@ -104,7 +105,7 @@ class HostTier:
                 self._wake.clear()
 
     def bring_back(self, slots: Sequence[int], pages: Sequence[int]) -> PagesBack:
-        """Start to copy slots into pages. Both stay in use until the copy ends."""
+        """Start to copy slots back into pages. The slots stay pinned until the copy ends."""
         coming = PagesBack(pages, slots, self._layers, self._clock())
         self.pool.incref(slots)
         self._on_gpu.restore(pages, (self.pool.prefix_cache[slot] for slot in slots))
@@ -120,7 +121,7 @@ class HostTier:
         return tuple(dict.fromkeys(self._coming[page] for page in pages if page in self._coming))
 
     async def run_back(self) -> None:
-        """Run the copies back into pages, in turn, until cancelled."""
+        """Run the copies back into pages until cancelled. Several copies take turns."""
         try:
             while True:
                 await self._ask.wait()
@@ -153,7 +154,7 @@ class HostTier:
         if error:
             self._on_gpu.drop(coming.pages)
         coming.record_layers(count, error)
-        # Requests that waited for the layers resume first, since a prompt has thousands of slots.
+        # Release the slots later: a prompt has thousands, and requests that waited should continue first.
         asyncio.get_running_loop().call_soon(self.pool.release, coming.slots)
 
     def stats(self, bytes_per_page: int) -> TierStats:
@@ -176,9 +177,10 @@ class HostTier:
         self._wake.set()
 
     def _next(self) -> tuple[list[tuple[int, CachedBlock]], list[int]]:
-        """Return blocks to copy, and the slots of offered blocks that are here already.
+        """Take a batch of offered blocks. Returns those to copy, and the slots of those already in host
+        memory.
 
-        The slots get a reference each. Both lists are in the order of eviction.
+        Each slot gets a reference. Both lists are in the order of eviction.
         """
         new: list[tuple[int, CachedBlock]] = []
         known: list[int] = []
@@ -198,7 +200,7 @@ class HostTier:
         return new, known
 
     async def _keep(self, new: Sequence[tuple[int, CachedBlock]], known: Sequence[int]) -> None:
-        # Pinned slots are not evicted. If too few are free, the prompts' first pages are copied.
+        # If too few slots are free or evictable, only the first pages of prompts are copied.
         batch = new[max(0, len(new) - self.pool.free) :][::-1]
         slots = self.pool.allocate(len(batch))
         try:
@@ -206,7 +208,7 @@ class HostTier:
                 runs = page_runs([page for page, _ in batch], slots)
                 await self._move(runs, range(self._layers), False)
             for (page, block), slot in zip(batch, slots, strict=True):
-                if self._on_gpu.get(page) is block:  # else its page may have been written to meanwhile
+                if self._on_gpu.get(page) is block:  # else the page may have been overwritten during the copy
                     self.pool.prefix_cache.restore([slot], [block])
                 else:
                     self.too_late += 1

@@ -1,7 +1,7 @@
-"""A decode worker's sessions: leases that hold pages for an owner until a stated time.
+"""A decode worker's sessions: leases that keep pages for an owner until they expire.
 
 A lease holds one reference to each of its pages and never writes to them. When it ends, its full pages stay
-in the prefix cache. Pure accounting on the event loop's thread. Times are seconds since the epoch.
+in the prefix cache. Only the event loop's thread uses this module. Times are seconds since the epoch.
 """
 
 import secrets
@@ -14,9 +14,9 @@ from deltafront.workers.messages.requests import ID_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """A session's pages, held until `expires`.
+    """A session and its pages, which are kept until `expires`.
 
-    `token_ids` are little-endian uint32. They are empty if no block is ever recomputed.
+    `token_ids` are little-endian uint32; empty if no block can be recomputed.
     """
 
     session_id: str
@@ -32,7 +32,7 @@ class Lease:
 
 
 class Leases:
-    """A worker's sessions. An id is `<worker>.<random>`, so that any door finds the worker."""
+    """A worker's sessions. An id is `<worker>.<random>`, so that any API server can find the worker."""
 
     def __init__(self, worker: str, pool: PagePool, max_ttl_s: float) -> None:
         if max_ttl_s <= 0:
@@ -55,10 +55,10 @@ class Leases:
         *,
         token_ids: bytes = b"",
     ) -> Lease:
-        """Make a session of exactly `pages_for(tokens)` pages and take over their references.
+        """Make a session that takes over the caller's references to exactly `pages_for(tokens)` pages.
 
         Args:
-            ttl_s: At most the configured maximum; 0 or less asks for the maximum.
+            ttl_s: Seconds until it expires, limited to the configured maximum; 0 or less: the maximum.
             token_ids: Token ids, little-endian uint32. Those after `tokens` are ignored.
         """
         if tokens < 1 or len(pages) != pages_for(tokens):
@@ -76,14 +76,14 @@ class Leases:
         return lease
 
     def find(self, session_id: str, owner: str, now: float) -> Lease | None:
-        """Return the lease; None if it is unknown, expired or another owner's."""
+        """Return a session; None if it is unknown, has expired or belongs to another owner."""
         lease = self._leases.get(session_id)
         if lease is None or lease.owner != owner or lease.expires <= now:
             return None
         return lease
 
     def ends(self, now: float) -> list[tuple[float, tuple[int, ...]]]:
-        """Return, for each lease, the seconds until it expires and its pages."""
+        """Return the seconds until each lease expires, with the lease's pages."""
         return [(lease.expires - now, lease.pages) for lease in self._leases.values()]
 
     def release(self, session_id: str, owner: str, now: float) -> bool:

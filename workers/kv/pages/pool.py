@@ -1,7 +1,7 @@
-"""The pool of one worker's pages, and helpers for runs of pages. One thread uses it.
+"""The pool of one worker's KV pages, and helpers for runs of contiguous pages. One thread uses it.
 
-Pages have reference counts, because requests with the same prefix share them. A page without references is
-free, even if it is still in the prefix cache.
+Pages have reference counts, because requests with the same prefix share them. A page without references
+counts as free, even if it is still in the prefix cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class OutOfPages(Exception):
-    """Raised if too few pages are free. None is taken."""
+    """Too few pages are free. None has been allocated."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} KV pages are needed but only {free} are free")
@@ -51,7 +51,7 @@ def first_of_run(pages: Sequence[int]) -> int | None:
 
 
 def row_runs(pages: Sequence[int], start: int, tokens: int) -> tuple[tuple[int, int], ...]:
-    """Group the rows of tokens start .. start+tokens-1 into contiguous runs of (first row, count).
+    """Group the cache rows of tokens start .. start+tokens-1 into contiguous runs of (first row, count).
 
     Raises:
         ValueError: The pages do not hold these tokens.
@@ -75,7 +75,7 @@ def paired_runs(
 ) -> Iterator[tuple[int, int, int]]:
     """Split two lists of runs with equal totals into pieces that are contiguous in both.
 
-    Yields (their first row, our first row, count) in order.
+    Yields (first row in `theirs`, first row in `ours`, count).
     """
     left, right = deque(theirs), deque(ours)
     while left and right:
@@ -89,7 +89,7 @@ def paired_runs(
 
 
 def page_runs(pages: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Group pairs of a page and a slot that follow one another in both: (first page, first slot, count)."""
+    """Group pairs of page and slot where both are consecutive, as (first page, first slot, count)."""
     runs: list[tuple[int, int, int]] = []
     first = beside = count = 0
     for page, slot in zip(pages, slots, strict=True):
@@ -103,9 +103,9 @@ def page_runs(pages: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int
 
 
 class PagePool:
-    """Allocates pages, lowest first, so that pages allocated together are contiguous where possible.
+    """Allocates pages, lowest number first, so that a request's pages are contiguous where possible.
 
-    Cached pages are evicted only when no other page is free. `on_free` is called when pages have become free.
+    Cached pages are evicted only when no other page is free. `on_free` is called when pages become free.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class PagePool:
         self._on_free = on_free
         self.prefix_cache = PrefixCache(time.monotonic) if prefix_cache is None else prefix_cache
         self._references = [0] * pages
-        self._free = list(range(pages - 1, -1, -1))  # highest first: pages are taken from the end
+        self._free = list(range(pages - 1, -1, -1))  # highest first, since `allocate` takes from the end
 
     @property
     def total(self) -> int:
@@ -124,7 +124,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """The number of free pages, evictable ones of the prefix cache included."""
+        """Number of free pages, including the evictable pages of the prefix cache."""
         return len(self._free) + self.prefix_cache.evictable
 
     @property
@@ -152,7 +152,7 @@ class PagePool:
         return taken
 
     def incref(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page. Raises ValueError, having added none, if a page is neither in use
+        """Add one reference to each page. Raises ValueError and changes nothing if a page is neither in use
         nor cached."""
         held = self._checked(pages)
         idle = [page for page in held if not self._references[page]]
@@ -164,11 +164,10 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference to each page. Of the cached pages that become free, the last is evicted first.
+        """Drop one reference to each page. Cached pages that become free are evicted last page first.
 
         Raises:
-            ValueError: A page has too few references: a double release would give it to two requests. Nothing
-                is changed.
+            ValueError: A page has fewer references than are dropped. Nothing is changed.
         """
         drops = Counter(self._checked(pages))
         for page, drop in drops.items():
@@ -180,7 +179,7 @@ class PagePool:
             self._references[page] -= drop
         freed = [page for page in drops if not self._references[page]]
         self._free += self.prefix_cache.unpin(reversed(freed))
-        self._free.sort(reverse=True)  # a merge: both parts are mostly in order
+        self._free.sort(reverse=True)  # fast, since both parts are mostly sorted
         if freed:
             self._on_free()
 

@@ -1,8 +1,9 @@
-"""The prefix cache: full pages of KV that outlive their requests, found by a prompt's root and hash chain.
+"""The prefix cache: full KV pages that are kept after their requests, found by a prompt's root and hash
+chain.
 
-A page without references is evicted when space is needed, least recently used first. A prompt's last page is
-evicted before its first, so that the rest is still a prefix. Retained pages are evicted after all others.
-Pure accounting on the event loop's thread.
+When space is needed, the least recently used page without references is evicted. A prompt's last page is
+evicted before its first, so that the remaining pages are still a prefix. Retained pages are evicted after all
+others. Only the event loop's thread uses this module.
 """
 
 from collections import OrderedDict
@@ -15,13 +16,13 @@ from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, links_of
 
 @dataclass(slots=True)
 class CachedBlock:
-    """A cached page. All tiers that hold the page share this object.
+    """A cached block. All tiers that hold its KV share this object.
 
     Attributes:
         name: The prompt's root and the page's link in the hash chain.
-        until: When its retention ends, by the clock of `PrefixCache`.
+        until: The time at which its retention ends, by the clock of `PrefixCache`.
         place: The page's index in the prompt.
-        before: The name of the page before it; empty for the first.
+        before: The name of the previous page; empty for the first.
     """
 
     name: bytes
@@ -38,17 +39,17 @@ class PrefixCache:
         self._pages: dict[bytes, int] = {}
         self._blocks: dict[int, CachedBlock] = {}
         self._idle: OrderedDict[int, float] = OrderedDict()
-        """Evictable pages in the order of eviction, and when each was unpinned."""
+        """Evictable pages in the order of eviction, each with the time at which it was unpinned."""
         self._retained: OrderedDict[int, float] = OrderedDict()
-        """The same, of pages that are still retained."""
+        """Like `_idle`, for pages that are retained."""
         self._soonest = float("inf")
-        """The earliest end of a retention in `_retained`."""
+        """The earliest time at which the retention of a page in `_retained` ends."""
         self.evicted = 0
         self.evicted_retained = 0
-        """Evicted pages that were still retained, because all others were gone or pinned."""
+        """Number of pages that were evicted although still retained."""
         self.evicted_age_s = 0.0
         self.on_evictable: Callable[[Sequence[int]], None] = lambda _pages: None
-        """Called with pages that have become evictable, in the order of eviction."""
+        """Called with pages that have become evictable, in the order of their eviction."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -63,10 +64,10 @@ class PrefixCache:
     def find(self, key: PromptKey, first: int = 0) -> tuple[tuple[int, ...], bool]:
         """Return the pages of a prompt's longest cached prefix, from page `first` on.
 
-        A page made by the prompt's own method is preferred to one made by dense attention.
+        A page that the prompt's own attention method has prefilled is preferred to a densely prefilled one.
 
         Returns:
-            The pages, and whether dense attention made all of them.
+            The pages, and whether all of them were prefilled densely.
         """
         pages: list[int] = []
         exact, root, page_of = True, key.root, self._pages.get
@@ -84,8 +85,8 @@ class PrefixCache:
     def add(
         self, root: bytes, chain: bytes, pages: Sequence[int], retain_s: float, first: int = 0
     ) -> Iterable[int]:
-        """Cache pinned pages under the chain's links from `first` on. Names and pages that are already cached
-        stay unchanged.
+        """Cache a prompt's pinned pages from page `first` on. Names and pages that are already cached stay
+        unchanged.
 
         Returns:
             The newly cached pages.
@@ -102,9 +103,8 @@ class PrefixCache:
         return new
 
     def restore(self, pages: Iterable[int], blocks: Iterable[CachedBlock]) -> None:
-        """Cache pinned pages as the given blocks of another tier. Names and pages that are already cached
-        stay unchanged.
-        """
+        """Cache pinned pages as blocks that another tier holds. Names and pages that are already cached stay
+        unchanged."""
         for page, block in zip(pages, blocks, strict=True):
             if block.name not in self._pages and page not in self._blocks:
                 self._pages[block.name], self._blocks[page] = page, block
@@ -119,7 +119,7 @@ class PrefixCache:
         return self._pages.get(name)
 
     def retain(self, pages: Iterable[int], seconds: float) -> None:
-        """Retain these pages: for `seconds`, evict all others first. A page keeps its longest retention."""
+        """For `seconds`, evict these pages only after all others. A longer retention stays in force."""
         until = self._clock() + seconds
         for page in pages:
             if page in self._blocks:
@@ -132,10 +132,10 @@ class PrefixCache:
                 del self._pages[self._blocks.pop(page).name]
 
     def unpin(self, pages: Iterable[int]) -> list[int]:
-        """Make cached pages evictable. The first is evicted first.
+        """Make cached pages evictable. The first of `pages` is evicted first.
 
         Returns:
-            The pages that are not cached.
+            Those of `pages` that are not cached.
         """
         now, idle, others = self._clock(), list[int](), list[int]()
         for page in pages:

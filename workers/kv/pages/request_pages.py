@@ -1,7 +1,7 @@
-"""Reserves pages for requests. A request takes all pages that it will ever need at once.
+"""Reserves pages for requests. A request gets all pages that it can ever need at once.
 
-It shares only full pages, with a session or the prefix cache, and never writes to them. A session's partly
-filled last page is copied. Recomputed blocks get unshared pages. Pure accounting on the event loop's thread.
+It shares the full pages of a session or cached prefix and never writes to them. A session's partly filled
+last page is copied. Recomputed blocks get unshared pages. Only the event loop's thread uses this module.
 """
 
 import asyncio
@@ -29,26 +29,27 @@ PageCopy = tuple[int, int]
 class RequestPages:
     """The page table of one request, and its other pages.
 
-    A step or a copy may still access an ended request's pages. So such work runs inside `use`, and a copy
-    from host memory counts as a use. The pages return to the pool after `end` and the last use.
+    All work that accesses the pages runs inside `use`, since the request may end meanwhile. A copy from host
+    memory counts as a use. The pages return to the pool after `end` and the last use.
 
     Args:
         table: The pages in the order of the request's tokens.
-        held_tokens: Tokens whose KV is there from the start, or once the copies of `coming` are complete.
-        key: The prefix-cache key of its prompt. None: its pages are not cached.
-        exact: Whether dense attention makes all of its KV.
-        spare: A page for the partly filled last page of a session made of this request.
-        copy_in: Source and target of the copy of a session's partly filled page, made before the first new
-            token.
-        session_token_ids: Token ids of the session, little-endian uint32. Empty if unknown.
+        held_tokens: Number of tokens of the session or cached prefix. Their KV is in the pages from the
+            start, or once the copies in `coming` are complete.
+        key: The prompt's prefix-cache key; None: its pages are not cached.
+        exact: Whether all of the request's KV is prefilled densely.
+        spare: A page into which the partly filled last page of a session is copied, if the request makes one.
+        copy_in: Source and target of the copy of a session's partly filled last page. It is made before the
+            first new token.
+        session_token_ids: Token ids of the session, little-endian uint32; empty if unknown.
         own: Unused pages for `divert`.
-        coming: Running copies from host memory into the table's pages, for this request or another.
-        host_tokens: Tokens copied from host memory for this request.
+        coming: Running copies from host memory into pages of the table, for this request or another.
+        host_tokens: Number of tokens whose KV is copied from host memory for this request.
 
     Attributes:
-        copy_out: Source and target (`spare`) of the copy of the table's partly filled page, made once the
-            prompt is complete.
-        original_table: The table before `divert`. Sessions and cached blocks are made of it.
+        copy_out: Source and target (`spare`) of the copy for a session that this request makes. It is made
+            once the prompt is complete.
+        original_table: The table before `divert`. Sessions and cached blocks use its pages.
         on_free: Called once, when the pages return to the pool.
         on_coming: Called when layers have arrived from host memory, or a copy has failed.
         freed: Set when the pages have returned to the pool.
@@ -79,9 +80,9 @@ class RequestPages:
         self.on_coming: Callable[[], None] = lambda: None
         self.freed = asyncio.Event()
         self._own = own
-        self._aside: tuple[int, ...] = ()  # pages that `divert` has taken out of the table
-        self._cached: list[int] = []  # pages that it has put into the prefix cache
-        self._offered = held_tokens // PAGE_TOKENS  # number of first pages that are cached or were offered
+        self._aside: tuple[int, ...] = ()  # pages that `divert` has removed from the table
+        self._cached: list[int] = []  # pages that this request has put into the prefix cache
+        self._offered = held_tokens // PAGE_TOKENS  # number of first pages offered to the prefix cache
         self._ended, self._users = False, len(coming)
         self._unused, self._came = asyncio.Event(), asyncio.Event()
         for copy in coming:
@@ -93,13 +94,13 @@ class RequestPages:
 
     @property
     def every_page(self) -> tuple[int, ...]:
-        """All of its pages, and the session's page that `copy_in` copies."""
+        """All pages to which the request has a reference, including the source of `copy_in`."""
         source = () if self.copy_in is None else self.copy_in[:1]
         return (*self.table, *self.spare, *self._own, *self._aside, *source)
 
     @property
     def layers_coming(self) -> int:
-        """The number of the model's last layers whose KV has not arrived in all pages."""
+        """Number of layers, the model's last ones, whose KV has not yet arrived from host memory."""
         return max((coming.left for coming in self._coming), default=0)
 
     @property
@@ -109,7 +110,8 @@ class RequestPages:
         return why and f"KV did not come back from host memory: {why}"
 
     async def come(self, left: int = 0) -> None:
-        """Wait until at most `left` layers have not arrived from host memory. Raises DecodeFailed."""
+        """Wait until KV of all but the last `left` layers has arrived from host memory. Raises
+        DecodeFailed."""
         while self.layers_coming > left and not self.lost:
             await self._came.wait()
         if self.lost:
@@ -128,7 +130,7 @@ class RequestPages:
         The replaced pages return to the pool with the others. No later step writes to them.
 
         Raises:
-            ValueError: Too few pages were reserved for this.
+            ValueError: More pages than were reserved for this.
         """
         if len(places) > len(self._own):
             raise ValueError(f"{len(places)} places of the table, but {len(self._own)} own pages")
@@ -140,7 +142,8 @@ class RequestPages:
 
     @contextmanager
     def use(self) -> Iterator[tuple[int, ...] | None]:
-        """Yield the table and hold its pages during the `with` block; yield None if the request has ended."""
+        """Yield the page table, and keep its pages allocated during the `with` block. Yields None if the
+        request has ended."""
         if self._ended:
             yield None
             return
@@ -162,8 +165,8 @@ class RequestPages:
             await self._unused.wait()
 
     def cache_prefix(self, tokens: int, answer_ids: bytes = b"") -> None:
-        """Put the full pages of the first `tokens` tokens into the prefix cache. No later step writes to
-        them.
+        """Put the full pages of the first `tokens` tokens into the prefix cache. The caller must not write to
+        these pages afterwards.
 
         Args:
             answer_ids: Token ids after the prompt, little-endian uint32.
@@ -179,7 +182,7 @@ class RequestPages:
         self._offered = len(pages)
 
     def end(self, *, failed: bool = False) -> None:
-        """End the request. If it failed, drop its pages from the prefix cache."""
+        """End the request. If it failed, remove its pages from the prefix cache."""
         if failed:
             self._pool.prefix_cache.drop(self._cached)
         self._ended = True
@@ -187,7 +190,7 @@ class RequestPages:
 
     def _free_if_idle(self) -> None:
         if self._ended and self._users == 0 and not self.freed.is_set():
-            # In the order of the tokens, since the last page that is released is evicted first.
+            # In token order, since the page that is released last is evicted first.
             self._pool.release(dict.fromkeys((*self.original_table, *self.every_page)))
             self.table, self.spare, self._own, self._aside = (), (), (), ()
             self.copy_in = self.copy_out = None
@@ -197,13 +200,13 @@ class RequestPages:
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """The KV cache that a request starts with.
+    """The KV that a request shares from the start, from a session or a cached prefix.
 
     Attributes:
-        pages: Its full pages.
-        slots: Slots of host memory that continue them.
-        partly_filled: A session's last page, if not full.
-        may_recompute: Whether blocks may be recomputed. A session must know its token ids.
+        pages: The full pages on the GPU.
+        slots: Slots of host memory with the KV after these pages.
+        partly_filled: A session's last page if it is not full, else None.
+        may_recompute: Whether blocks can be recomputed, which needs the token ids.
     """
 
     tokens: int = 0
@@ -225,19 +228,19 @@ class PageManager:
     def __init__(self, pool: PagePool, leases: Leases, positions: int) -> None:
         self.pool = pool
         self.host: HostTier | None = None
-        """Set where the worker has host memory."""
+        """The prefix cache's tier in host memory, if there is one."""
         self.leases = leases
         self._positions = positions
 
     def reserve(self, reservation: Reservation, now: float, waiting: int = 0) -> RequestPages | Refused:
-        """Take all pages of a request, or none. While other reservations wait, it takes none.
+        """Reserve all pages of a request, or refuse. While other reservations wait, it refuses.
 
         Args:
             now: Seconds since the epoch.
-            waiting: Number of reservations that wait.
+            waiting: Number of other reservations that wait for pages.
 
         Raises:
-            ValueError: The reservation's counts contradict one another.
+            ValueError: The reservation's token counts contradict one another.
         """
         _check_counts(reservation)
         self.leases.expire(now)
@@ -259,7 +262,8 @@ class PageManager:
         """Find a prompt's longest cached prefix.
 
         Returns:
-            Its pages, the host-memory slots that continue them, and whether dense attention made all of it.
+            Its pages on the GPU, the slots of host memory with the KV after them, and whether all of it was
+                prefilled densely.
         """
         pages, exact = self.pool.prefix_cache.find(key)
         if self.host is None:
@@ -305,7 +309,7 @@ class PageManager:
         if held.may_recompute:
             known = held.tokens if reservation.reads else held.tokens + reservation.new_tokens
             own = recompute_pages(reservation.options.recompute_blocks, known, appended=reservation.reads)
-        # A session's partly filled page stays occupied beside its copy.
+        # A session's partly filled page stays allocated in addition to its copy.
         least = pages_for(total) + spare + own + (held.partly_filled is not None)
         if least > self.pool.total:
             message = f"{least} KV pages are needed, this worker has {self.pool.total} in all"
@@ -339,7 +343,7 @@ class PageManager:
         )
 
     def prepare_session(self, pages: RequestPages, tokens: int) -> None:
-        """Take a spare page and set `copy_out`, so that a later `keep_session` cannot fail.
+        """Allocate a spare page and set `copy_out`, so that a later `keep_session` cannot fail.
 
         Raises:
             OutOfPages: No spare page was reserved, and none is free.
@@ -359,11 +363,10 @@ class PageManager:
         *,
         token_ids: bytes = b"",
     ) -> Lease:
-        """Make a session of a request's first `tokens` tokens.
+        """Keep a request's first `tokens` tokens as a session, which shares the full pages.
 
-        The session shares the full pages. If the request continues, call `prepare_session` first: the session
-        then takes over the copy of the partly filled page. If the request ends here, the session shares that
-        page itself.
+        If the request continues, call `prepare_session` first: the session then gets the copy of the partly
+        filled page. If the request ends here, the session shares that page itself.
         """
         copied = () if pages.copy_out is None else pages.copy_out[1:]
         shared = pages.original_table[: tokens // PAGE_TOKENS if copied else pages_for(tokens)]
@@ -375,7 +378,7 @@ class PageManager:
 
 
 def _stays_exact(reservation: Reservation, held: _Held) -> bool:
-    """Return whether dense attention makes all of a request's KV. A decode worker always prefills densely."""
+    """Return whether all of a request's KV is prefilled densely. A decode worker always prefills densely."""
     read_exactly = reservation.reads or reservation.key is None or reservation.key.exact
     return held.exact and read_exactly
 

@@ -1,9 +1,9 @@
 """The prefix cache's tier on disk: files of consecutive pages, which outlive the worker.
 
-A group is `GROUP_PAGES` pages of a prompt, starting at a multiple of `GROUP_PAGES`, and has the name of its
-last page. It is saved from host memory once all of its pages are there. It is loaded into host memory when a
-prompt needs pages that are only on disk. A `PrefixCache` of groups chooses the groups to evict. A group is
-retained as long as its last page. Only the event loop's thread uses this.
+A file holds a group: `GROUP_PAGES` pages of a prompt, starting at a multiple of `GROUP_PAGES`. The group has
+the name and the retention of its last page. It is saved once all of its pages are in host memory, and loaded
+into host memory when a prompt needs pages that are only on disk. A `PrefixCache` of groups chooses which to
+evict. Only the event loop's thread uses this module.
 """
 
 import asyncio
@@ -21,29 +21,30 @@ from deltafront.workers.messages.states import TierStats
 
 GROUP_PAGES = 16
 AT_ONCE = 8
-"""Groups of a prompt that are loaded at the same time."""
+"""Maximum number of groups of one prompt that are loaded at the same time."""
 
 Stored = Callable[[str, bytes, Sequence[int]], Awaitable[None]]
-"""Runs `save`, `load` or `remove` of a group, given its name and slots, on every rank. Raises StoreError."""
+"""Runs `HostMemory.stored` on every rank: `save`, `load` or `remove` of a group by name. Raises
+StoreError."""
 
 Date = Callable[[Sequence[tuple[bytes, float]]], None]
-"""Sets groups' dates for a later worker, as `KVFiles.date` does."""
+"""Sets groups' dates, as `KVFiles.date` does, so that a later worker knows when they were used."""
 _APART_S = 0.001
-"""Seconds between the dates of two groups of a prompt, so that a later worker evicts the last one
-first, too."""
+"""Seconds between the dates of a prompt's groups, so that a later worker, too, evicts the last group
+first."""
 
 log = logging.getLogger(__name__)
 
 
 class StoreError(Exception):
-    """A group's file cannot be used or has changed since it was saved."""
+    """A group's file cannot be used, or has changed since it was saved."""
 
 
 @dataclass
 class _Loading:
     """A group that is being loaded.
 
-    `slots` have a reference for each of the `wanted` callers; empty if it cannot be loaded.
+    `slots` have one reference for each of the `wanted` callers; they are empty if loading failed.
     """
 
     slots: asyncio.Future[Sequence[int]]
@@ -51,10 +52,10 @@ class _Loading:
 
 
 class StoreTier:
-    """The prefix-cache tier on disk: its groups.
+    """The prefix cache's tier on disk.
 
     Args:
-        saved: Groups found on disk, from `KVFiles.saved`.
+        saved: The groups found on disk, from `KVFiles.saved`.
         room: Maximum number of groups.
         clock: The clock of `host`.
     """
@@ -71,10 +72,10 @@ class StoreTier:
         self._clock = clock
         self._back, self._back_s = 0, 0.0
         self.lost = 0
-        """Groups that could not be saved or loaded."""
+        """Number of groups that could not be saved or loaded."""
         self._host, self._stored, self._date, self._room = host, stored, date, room
         self._groups = PrefixCache(clock)
-        """Each group has a number here, where a pool has a page."""
+        """The groups on disk. Each has a number in place of a page."""
         self._names: dict[int, bytes] = {}
         self._numbers = itertools.count()
         self._offered: list[CachedBlock] = []
@@ -90,14 +91,15 @@ class StoreTier:
 
     @property
     def busy(self) -> bool:
-        """Say whether groups wait to be saved."""
+        """Whether groups wait to be saved."""
         return self._wake.is_set()
 
     def find(self, key: PromptKey, first: int) -> tuple[list[bytes], bool]:
         """Find the groups on disk that hold a prompt's pages from page `first` on.
 
         Returns:
-            The names of the groups that fit into host memory, and whether dense attention made all of them.
+            The names of the first groups, as many as fit into host memory, and whether all of them were
+                prefilled densely.
         """
         names: list[bytes] = []
         for group in range(first // GROUP_PAGES, len(key.chain) // (LINK_BYTES * GROUP_PAGES)):
@@ -111,14 +113,13 @@ class StoreTier:
         return names, all(name.startswith(key.exact_root) for name in names)
 
     async def load(self, key: PromptKey, on_gpu: int, pages: int) -> tuple[list[int], int]:
-        """Load a prompt's first `pages` pages into host memory, except those that are already there and the
-        first `on_gpu`.
+        """Load a prompt's pages `on_gpu` .. `pages`-1 into host memory, except those that are already there.
 
-        If another request is loading a group, this waits for it. Only the worker's shutdown cancels a load.
+        If another request is loading a group, wait for it. Only the worker's shutdown cancels a load.
 
         Returns:
-            The prompt's slots in host memory, with a reference each, and how many pages of the prompt were
-                loaded.
+            The prompt's slots in host memory, each with one reference to release, and the number of pages
+                that were loaded.
         """
         held = list(self._host.find(key, on_gpu)[0])
         self._host.pool.incref(held)
@@ -142,7 +143,7 @@ class StoreTier:
             loading.wanted += 1
             return await asyncio.shield(loading.slots)
         slots: Sequence[int] = self._slots_of(name)
-        if len(slots) == GROUP_PAGES:  # a page before it is missing, or it has just been loaded
+        if len(slots) == GROUP_PAGES:  # already in host memory, although an earlier page may be missing
             self._host.pool.incref(slots)
             return slots
         loading = self._loading[name] = _Loading(asyncio.get_running_loop().create_future())
@@ -150,7 +151,7 @@ class StoreTier:
             slots = await self._read(free, key, group, name)
         except BaseException as error:
             loading.slots.set_exception(error)
-            loading.slots.exception()  # else asyncio warns where no other request waits
+            loading.slots.exception()  # else asyncio warns if no other request waits
             raise
         finally:
             del self._loading[name]
@@ -181,7 +182,7 @@ class StoreTier:
         return slots
 
     async def run(self) -> None:
-        """Save offered groups, and update the dates of used ones, until cancelled."""
+        """Save offered groups, and update the dates of used groups, until cancelled."""
         while True:
             await self._wake.wait()
             while self._offered or self._undated:
@@ -208,7 +209,7 @@ class StoreTier:
         slots, pool = self._slots_of(block.name), self._host.pool
         if len(slots) < GROUP_PAGES:
             return
-        pool.incref(slots)  # from here on, since other pages may want them while room is made
+        pool.incref(slots)  # now, since the slots could be evicted while room is made on disk
         try:
             if not await self._make_room():
                 return
@@ -228,7 +229,7 @@ class StoreTier:
         return len(self._groups) < self._room
 
     def _hold(self, name: bytes, retain_s: float) -> int:
-        """Cache a group, pinned until `_use`. Returns its number."""
+        """Add a group if it is new, and pin it until `_use`. Returns its number."""
         number = self._groups.page_of(name)
         if number is None:
             number, now = next(self._numbers), self._clock()
@@ -239,7 +240,7 @@ class StoreTier:
         return number
 
     def _use(self, names: Sequence[bytes]) -> None:
-        """Make a prompt's groups the last to be evicted, its last group before its first."""
+        """Mark a prompt's groups as just used. The last group is evicted before the first."""
         held = [self._hold(name, 0.0) for name in names if self._groups.page_of(name) is not None]
         self._groups.unpin(held[::-1])
         used = (self._names[number] for number in held)
@@ -277,7 +278,7 @@ class StoreTier:
         )
 
     def _slots_of(self, name: bytes) -> list[int]:
-        """Return the slots of a group's last pages, back to the first page that host memory lacks."""
+        """Return the slots of a group's last pages, as far back as host memory has them without a gap."""
         slots: list[int] = []
         while name and len(slots) < GROUP_PAGES:
             slot = self._host.pool.prefix_cache.page_of(name)

@@ -1,6 +1,7 @@
-"""The queue of reservations that wait for pages. It is used on the event loop's thread.
+"""The queue of reservations that wait for pages. Only the event loop's thread uses it.
 
-The queue is first come, first served, so that small reservations do not starve a big one. Waits are bounded.
+The queue is first come, first served, so that small reservations do not starve a large one. Waits are
+bounded.
 """
 
 import asyncio
@@ -13,13 +14,18 @@ from operator import itemgetter
 from deltafront.workers.messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
 
 OVERDUE_CHECKS = 5
-"""Checks in a row that must find a lease expired, since a paused process hears renewals late."""
+"""A request ends if more consecutive checks find its lease expired. A process that was paused can then first
+receive the renewals that arrived meanwhile."""
 PageReturn = tuple[float, int]
-"""Seconds until pages are expected back, and their number."""
+"""Seconds until pages are expected to become free, and the number of these pages."""
 
 
 def page_returns(leases: Iterable[tuple[float, Iterable[int]]]) -> list[PageReturn]:
-    """Count pages by the time, in seconds from now, at which their last lease expires. Pure."""
+    """Count the pages that become free at each time, in seconds from now. Pure.
+
+    Args:
+        leases: For each holder of pages, the seconds until it releases them, and the pages.
+    """
     ends = dict[int, float]()
     for end, pages in sorted(leases, key=itemgetter(0)):
         ends.update(dict.fromkeys(pages, end))
@@ -32,8 +38,8 @@ def seconds_until_room(
     """Estimate the seconds until `pages` pages are free; None: never. Pure.
 
     Args:
-        ahead: Pages of each reservation before this one in the queue.
-        reservation_s: Seconds for which each of those then holds its pages.
+        ahead: The number of pages of each earlier reservation in the queue.
+        reservation_s: Seconds for which each of these reservations then holds its pages.
     """
     ends, now = list(returns), 0.0
     heapq.heapify(ends)
@@ -49,7 +55,7 @@ def seconds_until_room(
 
 
 class ReservationTime:
-    """The mean seconds for which a reservation holds pages: a moving average with decay 0.9."""
+    """The mean seconds for which a request holds its pages, as a moving average with decay 0.9."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -64,7 +70,8 @@ class ReservationTime:
         return self._sum / self._weight if self._weight else None
 
     def left(self, elapsed: float) -> float:
-        """Estimate the remaining seconds of a reservation: at least a quarter of the mean."""
+        """Estimate the remaining seconds of a request: the mean minus `elapsed`, at least a quarter of the
+        mean."""
         mean = self.mean or 0.0
         return max(mean - elapsed, mean / 4)
 
@@ -83,10 +90,10 @@ class ReservationQueue:
     """The queue of reservations that wait for pages.
 
     Args:
-        take: Reserves pages or returns the refusal. Its number is the count of reservations ahead.
-        expected: Given a number of pages and those of each reservation ahead, returns the seconds until they
-            are free; None: unknown.
-        max_wait_s: The longest wait. A request with a longer expected wait is refused at once.
+        take: Reserves pages or returns a refusal, given the number of reservations ahead in the queue.
+        expected: Returns the seconds until a number of pages is free, given the number of pages of each
+            reservation ahead; None: unknown.
+        max_wait_s: Maximum wait in seconds. A request with a longer expected wait is refused at once.
         wall: Returns seconds since the epoch.
     """
 
@@ -112,9 +119,8 @@ class ReservationQueue:
         return any(waiter.reservation.request_id == request_id for waiter in self._waiters)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Reserve pages at once or after a wait, or refuse. Raises DecodeFailed if the request is
-        cancelled or its lease expires meanwhile.
-        """
+        """Reserve pages at once or after a wait, or refuse. Raises DecodeFailed if the request is cancelled
+        or its lease expires during the wait."""
         answer = self._take(reservation, len(self._waiters))
         if not isinstance(answer, Refused) or answer.reason is not RefusalReason.PAGES:
             return answer
@@ -133,7 +139,7 @@ class ReservationQueue:
 
     def serve(self) -> None:
         while self._waiters:
-            if self._waiters[0].answer.done():  # its caller was cancelled, and is about to leave
+            if self._waiters[0].answer.done():  # its caller was cancelled, and will remove it
                 self._waiters.popleft()
                 continue
             answer = self._take(self._waiters[0].reservation, 0)
