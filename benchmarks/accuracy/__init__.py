@@ -1,1 +1,1 @@
-"""Compares the answers of every prefill method with dense attention's on the same documents."""
+"""Compares the answers of prefill methods with those of dense attention on the same documents."""

@@ -4,41 +4,38 @@
         --tasks needles:100 --methods dpxa dpxa:tau=0.9 xattention streaming --result FILE \
         --gate 'dpxa:exact>=0.985,kl<=0.11' --decode 8,11,14,20,21:256
 
-One model in one process reads documents in chunks, with a prefill worker's layers and kernels. Document i of
-a length and task comes from text i (in turn) and a seed of its own. It is read with `dense`, then with every
-method. Reports for each method: KL(dense | method) of the next-token distributions over the last 2,048
-positions, and their perplexity; log-probability and exactness of every right answer, teacher-forced, with
-questions read densely; density; the time of selection and attention in all layers.
---questions-in-prompt: every question ends a prompt and is read with the method, as in the service; answers
-are read densely.
---recompute 4 8 16: for every method but dense and each number N a case `<method> recompute N`. Each question
-is asked after recomputing, densely, the N blocks of the document that it attends to most. The density
-includes these tiles (mean over questions), and the time includes finding and recomputing the blocks (median).
-The document's tail is the method's own.
---decode (Δ-layers, page budget, recency; periodic:COUNT or random:COUNT:SEED in place of layers; or
-quest:BUDGET, a baseline whose time says nothing): answers decoded after dense prefill with page selection and
-by full decode. Reports how many answers agree, the share of pages read over all layers as `density`, the time
-of page selection and attention in all layers of a step of all questions, and KL of the answers' tokens.
---quantisation fp8: every method, dense too, once more with quantised layers, compared with dense in --dtype.
---kv-dtype int8: every method, dense too, and every selection of --decode once more with an int8 KV cache,
-marked `K/V int8`, compared with dense and full decode in --dtype.
+One model in one process prefills documents in chunks, with a prefill worker's layers and kernels. Each
+document has its own seed and is cut from one of the texts, which take turns. It is prefilled with `dense`,
+then with every method. For each method the script reports: KL(dense | method) and perplexity of the
+next-token distributions at the last 2,048 positions; log-probability and exactness of every right answer,
+teacher-forced, with questions prefilled densely; density; the time of selection and attention in all layers.
+--questions-in-prompt: End a prompt with each question and prefill it with the method, as the service does.
+Answers are prefilled densely. --recompute 4 8 16: Add a case `<method> recompute N` for each N and each
+method but dense. Before each question the N blocks of the document that it attends to most are recomputed
+densely. The density includes the recomputed tiles (mean over questions), the time includes finding and
+recomputing the blocks (median). The KL is still that of the method. --decode LAYERS:BUDGET:RECENCY: Prefill
+densely, then decode answers with page selection and by full decode. LAYERS are Δ-layers, periodic:COUNT or
+random:COUNT:SEED; quest:BUDGET is a baseline, whose time is meaningless. The script reports the share of
+answers that agree, the share of pages read over all layers as `density`, the time of page selection and
+attention in all layers of a decode step, and KL of the answers' tokens. --quantisation fp8: Repeat every
+method, also dense, with quantised layers. Compare with dense in --dtype. --kv-dtype int8: Repeat every
+method, also dense, and every selection of --decode with an int8 KV cache, marked `K/V int8`. Compare with
+dense and full decode in --dtype.
 
---key-tokens 1024: also the loss against dense at the tail's key tokens. To these dense attention gives a far
-higher probability with the whole document than with the 1,024 to 2,048 tokens before (LongPPL, Fang et al.
-2025).
---rope-theta, --positions: stretch the model's positions otherwise than its adapter was trained, for longer
-documents. There nothing is answered; methods are compared with dense attention alone.
+--key-tokens 1024: Also report the loss relative to dense at the tail's key tokens. Dense attention gives them
+a far higher probability with the whole document than with only the 1,024 to 2,048 tokens before (LongPPL,
+Fang et al. 2025). --rope-theta, --positions: Stretch the model's positions for longer documents, other than
+its adapter was trained. The script then asks no questions and only compares methods with dense attention.
 
---outcomes FILE: append each document's outcomes when it is done, one line a case. Documents in the file are
-not read again. --minutes M: begin no document after M minutes. Documents go by number, so that all lengths
-and tasks have equally many.
---compare FILE: compare each row with that of a result of the same arguments, and exit with 1 if one differs
-(`report.apart`).
---shard I/N: read documents I, I + N, I + 2 N, … as one of N processes. --result then has the outcomes;
-`accuracy.merge` makes of all of them the result of a single process.
+--outcomes FILE: Append a document's outcomes when it is done, one line per case. Skip documents in the file.
+--minutes M: Begin no document after M minutes. Documents of all lengths and tasks take turns. --compare FILE:
+Compare each row with a result of the same arguments. Exit with 1 if one differs (`report.apart`). --shard
+I/N: Run documents I, I + N, I + 2 N, … as one of N processes, and write outcomes to --result.
+`accuracy.merge` combines the shards into the result of a single process.
 
-Methods take options: `dpxa:tau=0.9,k_anchors=16`, and with --profile `dpxa:density=0.08`. Prints a line for
-each document and method and a table, writes the JSON of --result, and exits with 1 if a --gate is missed.
+Methods take options: `dpxa:tau=0.9,k_anchors=16`, and with --profile `dpxa:density=0.08`. The script prints a
+line for each document and method and a table, writes --result as JSON, and exits with 1 if a --gate is
+missed.
 """
 
 from __future__ import annotations
@@ -100,12 +97,13 @@ from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import KVDtype, ModelSpec, Quantisation
 
 QUESTION_ROOM = 1024
-"""Most tokens of a question and its answer. Those of `names` are the longest."""
+"""Maximum number of tokens of a question with its answer. Questions of the task `names` are the longest."""
 CLOSE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.5}
-"""Largest difference of logp between `ask` and `ask_one_by_one`, relative below -1: rounding of an answer
-of about twenty tokens after 130,000."""
+"""Maximum difference of logp between `ask` and `ask_one_by_one`, relative to logp if it is below -1. It
+allows for rounding of an answer of about twenty tokens after 130,000."""
 METHODS = "deltafront.benchmarks.whole_prompt.methods", "deltafront.benchmarks.paper_forms.methods"
-"""Modules of methods that the service does not have: whole-prompt baselines and the papers' forms."""
+"""Modules that register methods which the service does not have: whole-prompt baselines and variants from the
+papers."""
 
 
 def main() -> int:
@@ -163,12 +161,12 @@ def _known(arguments: argparse.Namespace, cases: Sequence[str]) -> list[Outcome]
 
 
 def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | None]:
-    """Load the model (with --quantisation twice) and its profile. Raises ValueError for a method without a
-    level in the profile, and for a page selection that does not fit the layers.
+    """Load the model (with --quantisation also a quantised copy) and its profile. Raises ValueError for a
+    method without a level in the profile, and for a page selection that does not fit the layers.
     """
     chosen = {"path": arguments.model, "dtype": arguments.dtype, "profile": arguments.profile}
     spec = ModelSpec(**chosen) if arguments.no_adapter else replace(MODEL, **chosen)
-    profile = load_profile(spec)  # levels were made for the model before it is stretched
+    profile = load_profile(spec)  # before stretching: the profile belongs to the unstretched model
     stretch = {"rope_theta": arguments.rope_theta, "max_position_embeddings": arguments.positions}
     spec = replace(spec, **{key: value for key, value in stretch.items() if value is not None})
     for method in arguments.methods:
@@ -181,7 +179,7 @@ def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | No
 
 
 class _Made:
-    """A document, made when it is needed, with its task, length and name."""
+    """A document with its task, length and name. It is made on first use."""
 
     def __init__(self, task: str, tokens: int, name: str, make: Callable[[], Document]) -> None:
         self.task, self.tokens, self.name, self._make = task, tokens, name, make
@@ -208,11 +206,11 @@ def _documents(arguments: argparse.Namespace, texts: dict[str, SpelledText]) -> 
 def _compare(
     readers: Mapping[str, Reader], made: _Made, methods: Sequence[str], arguments: argparse.Namespace
 ) -> Iterator[Outcome]:
-    """Yield every method's outcome on one document, dense first. Page selections follow dense, whose KV cache
-    they read. Recomputed blocks follow their method.
+    """Yield every method's outcome on one document, dense first. Page selections come after dense and use its
+    KV cache. Cases with recomputed blocks come after their method.
 
     Args:
-        readers: By the mark that they append to a case.
+        readers: Readers by the suffix that they add to a case's name.
     """
     ids, questions = made.document.ids, made.document.questions
     tail, dense = ids[-arguments.tail :], None
@@ -251,7 +249,7 @@ def _compare(
 
 
 def _check(reader: Reader, question: Question, answer: Answered) -> None:
-    """Ask one question token by token, too, since the kernels of `ask` differ by device."""
+    """Check an answer of `ask`, whose kernels differ by device, by asking the question token by token."""
     logp, exact = ask_one_by_one(reader, question)
     if abs(logp - answer.logp) > CLOSE[reader.stack.dtype] * max(1.0, abs(logp)):
         raise RuntimeError(
@@ -285,7 +283,7 @@ def _outcome(
 def _recomputed(
     reader: Reader, questions: Sequence[Question], looked: Sequence[Looked], count: int, method: Outcome
 ) -> Outcome:
-    """Ask again over recomputed blocks. method: its own outcome on the document that the reader holds."""
+    """Ask the questions again over recomputed blocks. method: The method's outcome without recomputation."""
     found = ask_recomputed(reader, questions, looked, count)
     blocks = -(-reader.length // BLOCK)
     return replace(
@@ -370,7 +368,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _cases(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield the names of the rows' cases."""
+    """Yield the names of all cases."""
     kinds = [""] if arguments.quantisation is None else ["", f" {arguments.quantisation}"]
     kinds += [_kv_mark(arguments)] if arguments.kv_dtype else []
     for kind, method in itertools.product(kinds, dict.fromkeys([BASELINE, *arguments.methods])):

@@ -1,10 +1,10 @@
 """Decodes answers with DELTA's or Quest's page selection. All questions on a document are rows of one batch.
 
-The rows share the document's full pages. Each row has its own pages for the document's last, partial page,
-its question and its answer. Questions are read densely, as in a session. Then all rows step together with
-the decode worker's attention.
+The rows share the document's full pages. Each row has separate pages for the document's last, partial page,
+its question and its answer. Questions are prefilled densely, as in a session. Then all rows decode together
+with the decode worker's attention.
 
-Shape suffixes as in `questions` and `workers.decode.decode_attention`; R = Q rows of the batch.
+Shape suffixes are those of `questions` and `workers.decode.decode_attention`; R = Q rows of the batch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ class Decoded:
     """The result of one page selection.
 
     Attributes:
-        answers: Teacher-forced.
-        kl: Mean KL(full decode | this) of the answers' tokens after the first.
-        agrees: Whether an answer decoded greedily, as long as the right one, equals full decode's.
-        share: Pages read over full decode's, all layers.
-        milliseconds: Median time of page selection and attention in all layers of a step of all rows: device
-            time on a GPU, wall-clock time on a CPU.
+        answers: The right answers' log-probabilities, teacher-forced. kl: Mean KL(full decode | this) of the
+        answers' tokens after the first. agrees: For each question, True if the greedy answer equals that of
+        full decode. Both have the length of
+            the right answer.
+        share: Pages read, divided by those of full decode, over all layers. milliseconds: Median time of page
+        selection and attention in all layers of a decode step: device time on
+            a GPU, wall-clock time on a CPU.
     """
 
     answers: list[Answered]
@@ -52,7 +53,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class _Steps:
-    """By step: hidden rows, log-probability of the right token, and the likeliest token."""
+    """Results by decode step: hidden rows, log-probability of the right token, and the most likely token."""
 
     hidden_ARC: torch.Tensor
     logp_AR: torch.Tensor
@@ -66,9 +67,9 @@ FORMS = "quest:BUDGET, or LAYER,LAYER… or periodic:COUNT or random:COUNT:SEED 
 
 
 def parse_selection(given: str, layers: int) -> Selection:
-    """Parse Δ-layers, page budget and recency: `8,14,18,20,21:256` or `…:256:8`. `periodic:3:256` has three
-    layers evenly spread, `random:3:7:256` three random ones of seed 7, `quest:256` Quest's pages. Raises
-    ValueError.
+    """Parse Δ-layers, page budget and recency, such as `8,14,18,20,21:256` or `8,14,18,20,21:256:8`.
+    `periodic:3:256` has three evenly spaced layers, `random:3:7:256` three random layers of seed 7,
+    `quest:256` is Quest's selection. Raises ValueError.
     """
     delta_layers, *numbers = given.split(":")
     if delta_layers == "quest" and len(numbers) == 1 and int(numbers[0]) > 0:
@@ -90,10 +91,10 @@ class AnswerDecoder:
     """Decodes questions on the reader's document with any number of page selections.
 
     Args:
-        beside: A decoder of the same questions whose full decode is the baseline. None: this one.
+        beside: A decoder of the same questions, whose full decode is the baseline. None: use this decoder's.
 
     Raises:
-        ValueError: No answer has a second token. The first comes with the question.
+        ValueError: No answer has a second token. The first token is predicted by prefill.
     """
 
     @torch.inference_mode()
@@ -107,7 +108,7 @@ class AnswerDecoder:
         self.layers = reader.stack.config.layers
         config, stack = reader.stack.config, reader.stack
         whole, rest = divmod(reader.length, PAGE_TOKENS)
-        # Rows step together until the longest answer is done.
+        # All rows decode until the longest answer is done.
         longest = max(len(q.prompt) for q in questions) + max(len(q.gold) for q in questions)
         own = pages_for(rest + longest)
         pages = whole + 1 + own * len(questions)
@@ -135,8 +136,8 @@ class AnswerDecoder:
         return k_bytes, v_bytes, k_scales, v_scales
 
     def _ask_all(self) -> list[Answered]:
-        """Return the first tokens and write the questions' KV cache to their pages. Rows of answers are also
-        written; steps overwrite them.
+        """Prefill all questions with their answers, write their KV to pages, and return the answers' results.
+        Decode steps overwrite the answers' KV.
         """
 
         def keep(layer: int, indices: Sequence[int], k_QLGD: torch.Tensor, v_QLGD: torch.Tensor) -> None:
@@ -154,7 +155,7 @@ class AnswerDecoder:
         k_RLGD: torch.Tensor,
         v_RLGD: torch.Tensor,
     ) -> None:
-        """Store some rows' keys and values at these positions."""
+        """Write keys and values of requests to their pages at the given positions."""
         pages_RL = table_RP.gather(1, positions_RL // PAGE_TOKENS).long()
         rows_T = (pages_RL * PAGE_TOKENS + positions_RL % PAGE_TOKENS).flatten()
         for cache_R, new_RL in zip(self._cache.rows(layer), self._sides(k_RLGD, v_RLGD), strict=True):
@@ -180,13 +181,14 @@ class AnswerDecoder:
 
     @property
     def _answered_AR(self) -> torch.Tensor:
-        """Mask of the steps that belong to a row's answer. All rows step until the longest is done."""
+        """Return the mask of steps that belong to each row's answer. Rows with short answers go through more
+        steps."""
         steps_R = torch.tensor([len(question.gold) - 1 for question in self.questions])
         return (torch.arange(int(steps_R.max()))[:, None] < steps_R).to(self._reader.stack.device)
 
     @torch.inference_mode()
     def _decode(self, plan: Selection | None, *, forced: bool) -> _Steps:
-        """Decode all questions. plan: None is full decode. forced: feed the right tokens."""
+        """Decode all questions. plan: None: full decode. forced: Feed the right answers' tokens."""
         stack, questions = self._reader.stack, self.questions
         device, steps = stack.device, max(len(q.gold) for q in questions) - 1
         gold_RA = torch.tensor([padded(q.gold, steps + 1) for q in questions], device=device)

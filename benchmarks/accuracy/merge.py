@@ -1,10 +1,10 @@
-"""Results of processes that each took a share of the documents (--shard I/N), as those of one process.
+"""Merges the results of N processes (--shard I/N) into the result of a single process.
 
     python -m deltafront.benchmarks.accuracy.merge A.json B.json … --result FILE \
         --gate 'dpxa recompute 8:exact>=0.985'
 
-All N of them, in any order. Prints the table, writes the JSON named by --result; ends with 1 when a --gate is
-missed.
+Give the files of all N shards, in any order. The script prints the table, writes --result as JSON, and exits
+with 1 if a --gate is missed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deltafront.benchmarks.arguments import parser_of, told
 from deltafront.benchmarks.harness import write_json
 
 Origin = Mapping[str, Any]
-"""A result's hardware, commit and dtype."""
+"""Hardware, commit and dtype of a result."""
 
 
 def conclude(
@@ -42,7 +42,7 @@ def conclude(
     result: Path | None,
     compare: Path | None = None,
 ) -> int:
-    """Print and write the rows. Return 1 if a gate is missed or a row is far from the one in `compare`."""
+    """Print and write the rows. Return 1 if a gate is missed or a row differs from the result `compare`."""
     found = rows(outcomes, BASELINE)
     print(table(found))
     pooled = together(found)
@@ -61,7 +61,8 @@ def conclude(
 
 
 def append_outcomes(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Append a document's outcomes at once, so that an interrupted run leaves whole documents."""
+    """Append all outcomes of a document in one write, so that an interrupted run leaves no partial
+    document."""
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(f"{json.dumps(asdict(outcome))}\n" for outcome in outcomes))
 
@@ -71,13 +72,13 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def write_shard(outcomes: Sequence[Outcome], shard: tuple[int, int], origin: Origin, result: Path) -> None:
-    """Write the outcomes of one process. shard: its index and the number of processes."""
+    """Write the outcomes of one process. shard: The process's index and the number of processes."""
     write_json(result, {**origin, "shard": shard, "outcomes": [asdict(outcome) for outcome in outcomes]})
 
 
 def merged(paths: Sequence[Path]) -> tuple[list[Outcome], Origin]:
-    """Return the outcomes of all shards in the order of a single process. Raises ValueError if the files are
-    not all the shards of one run.
+    """Return the outcomes of all shards, in the order of a single process. Raises ValueError if the files are
+    not exactly the shards of one run.
     """
     shards = [json.loads(path.read_text()) for path in paths]
     if sorted(one["shard"] for one in shards) != [[i, len(shards)] for i in range(len(shards))]:
@@ -87,7 +88,7 @@ def merged(paths: Sequence[Path]) -> tuple[list[Outcome], Origin]:
     if any(origin != origins[0] for origin in origins):
         raise ValueError(f"shards of different runs: {origins}")
     outcomes = [_outcome(given) for one in shards for given in one["outcomes"]]
-    # The first shard has a document of every length and task, in their order; sorting is stable.
+    # The first shard has a document of every length and task, in order. Stable sorting keeps this order.
     return sorted(outcomes, key=_index), origins[0]
 
 
@@ -97,7 +98,7 @@ def _outcome(given: Mapping[str, Any]) -> Outcome:
 
 
 def _index(outcome: Outcome) -> int:
-    """Return the index of the document among those of its length and task, which ends its name."""
+    """Return a document's index among those of the same length and task. Its name ends with the index."""
     return int(outcome.document.rpartition("-")[2])
 
 

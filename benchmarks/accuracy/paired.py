@@ -1,4 +1,4 @@
-"""Statistics of two methods on the same questions and documents. Pure functions."""
+"""Paired statistics of two methods on the same questions and documents. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Changes:
-    """Indices of the questions that only the baseline (lost) or only the method (won) answers exactly."""
+    """Indices of questions that only the baseline (lost) or only the method (won) answers exactly."""
 
     lost: tuple[int, ...]
     won: tuple[int, ...]
@@ -25,22 +25,23 @@ def changes(baseline: Sequence[bool], method: Sequence[bool]) -> Changes:
 
 
 def sign_test(lost: int, won: int) -> float:
-    """The exact two-sided p-value that as uneven a split, or a more uneven one, is chance: McNemar's exact
-    test on the questions that changed."""
+    """Return the two-sided p-value of McNemar's exact test on the questions that changed: the probability
+    that chance splits them this unevenly or more."""
     changed = lost + won
     tail = sum(math.comb(changed, k) for k in range(min(lost, won) + 1))
-    return min(1.0, float(2 * tail / 2**changed))  # of integers: a float ends at 2^1023
+    return min(1.0, float(2 * tail / 2**changed))  # a ratio of integers, because floats end at 2^1023
 
 
 def bootstrap_ratio(
     documents: Sequence[tuple[float, float]], *, draws: int = 10_000
 ) -> tuple[float, float] | None:
-    """The interval in which 95% of sum(method) / sum(baseline) lie, over whole documents drawn with
-    replacement. Questions of one document are not independent, so none is drawn by itself.
+    """Return the 95% bootstrap interval of sum(method) / sum(baseline). Whole documents are drawn, because
+    questions of one document are not independent.
 
-    documents: (exact of the method, exact of the baseline); for a mean over questions (sum of its values, how
-    many). None where there is nothing to draw from: less than two documents. Draws whose second sum is 0 are
-    left out; None if all are.
+    documents: For each document the method's and the baseline's number of exact answers. For a mean over
+    questions: the sum of values and the number of questions.
+
+    Draws whose second sum is 0 are ignored. The result is None if all are, or for fewer than two documents.
     """
     if len(documents) < 2:
         return None
@@ -57,7 +58,7 @@ def bootstrap_ratio(
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:
-    """Linear between the two nearest, as numpy's default."""
+    """Return a quantile, interpolated linearly like numpy's default."""
     place = share * (len(ascending) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ascending) - 1)
@@ -65,7 +66,9 @@ def quantile(ascending: Sequence[float], share: float) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean and its standard error; no error of a single value. Raises ValueError for none."""
+    """Return the mean and its standard error, which is None for a single value. Raises ValueError without
+    values.
+    """
     if not values:
         raise ValueError("the mean of nothing")
     mean = math.fsum(values) / len(values)

@@ -1,4 +1,5 @@
-"""Computes log-probabilities of next tokens from hidden rows, in parts: a tail's logits would fill memory.
+"""Computes log-probabilities of next tokens from hidden rows, in parts, because all logits would not fit
+memory.
 
 Shape suffixes: T or A rows, C hidden size, V vocabulary.
 """
@@ -21,7 +22,8 @@ LIKELY: α and β of LongPPL (Fang et al. 2025), equation 5."""
 def predicted(
     stack: LayerStack, hidden_AC: torch.Tensor, next_A: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logp_A (float64) of the tokens next_A after these rows, and the likeliest best_A, on CPU."""
+    """Return logp_A (float64) of next_A, the tokens after these rows, and the most likely tokens best_A, both
+    on the CPU."""
     logps, bests = [], []
     parts = zip(torch.split(hidden_AC, _ROWS), torch.split(next_A.to(hidden_AC.device), _ROWS), strict=True)
     for rows_AC, gold_A in parts:
@@ -32,21 +34,21 @@ def predicted(
 
 
 def tail_logps(stack: LayerStack, tail_TC: torch.Tensor, tail: Sequence[int]) -> torch.Tensor:
-    """Return logp_A (float64) of the document's last tokens but the first, each given all before it.
+    """Return logp_A (float64) of the tokens of `tail` after the first, each given all tokens before it.
 
     Args:
-        tail: Token ids of the hidden rows.
+        tail: Token ids of the hidden rows, the end of a document.
     """
     return predicted(stack, tail_TC[:-1], torch.tensor(tail[1:]))[0]
 
 
 def short_logps(reader: Reader, ids: Sequence[int], tail: int, context: int, chunk: int) -> torch.Tensor:
-    """The same where a token is given at least the `context` tokens before it, and at most twice as many.
-    The reader's document is lost."""
+    """Compute `tail_logps` of tokens that see only `context` to 2 · `context` tokens before them. This
+    replaces the reader's document."""
     parts, first = [], len(ids) - tail
     for part in range(first, len(ids), context):
         end = min(part + context, len(ids))
-        # A row predicts the next token, so the row before this part's first token is read with it.
+        # A row predicts the next token, so this part also needs the row before its first token.
         begin = max(part - 1, first)
         reading = reader.read(ids[max(0, begin - context) : end], "dense", chunk, end - begin)
         parts.append(tail_logps(reader.stack, reading.tail_TC, ids[begin:end]))
@@ -54,5 +56,8 @@ def short_logps(reader: Reader, ids: Sequence[int], tail: int, context: int, chu
 
 
 def key_tokens(long_A: torch.Tensor, short_A: torch.Tensor) -> torch.Tensor:
-    """key_A: tokens that dense attention knows from far away, by log-probabilities given all and little."""
+    """Return key_A: the tokens that dense attention predicts from distant context.
+
+    long_A, short_A: Log-probabilities with the whole context and with a short one.
+    """
     return (long_A - short_A > GAIN) & (long_A > LIKELY)

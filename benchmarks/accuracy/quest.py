@@ -1,9 +1,10 @@
-"""Quest's page selection in decode (Tang et al. 2024), as a baseline for DELTA's. In torch, and not timed.
+"""Quest's page selection in decode (Tang et al. 2024), a baseline for DELTA's. It is written in torch, so it
+is not timed.
 
-Every layer but the first two chooses pages for each query head by itself: those with the largest upper bound
-of q·k, which each page's least and largest key of every channel give. The page being written is always read.
-Shape suffixes as in `workers.decode.decode_attention`; S tokens of a page or a request, K query heads of a
-key head, C chosen pages, T their tokens.
+Each layer after the first two chooses pages for each query head: those with the largest upper bound of q · k,
+computed from the page's minimum and maximum key in each channel. The page being written is always attended
+to. Shape suffixes are those of `workers.decode.decode_attention`; S tokens of a page or a request, K query
+heads of a key head, C chosen pages, T their tokens.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from deltafront.workers.decode.decode_attention import BatchRows
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 
 FULL_LAYERS = 2
-"""Quest's own choice: these have little to leave out."""
+"""Number of first layers with full attention, as in Quest: their attention is not sparse."""
 
 
 @dataclass(frozen=True)
 class QuestPlan:
-    """budget: pages for each head."""
+    """Options of Quest. budget: Pages per head."""
 
     layers: int
     budget: int
 
     def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
-        """Count the pages that selecting layers read over `length` tokens, and those they could read."""
+        """Return the number of pages that selecting layers read for `length` tokens, and the number of all
+        pages."""
         held, layers = pages_for(length), self.layers - FULL_LAYERS
         return layers * (min(held, self.budget) if selects else held), layers * held
 
 
 class QuestAttention:
-    """Attention of one decode step, as `StepAttention`."""
+    """Computes attention of one decode step, in place of `StepAttention`."""
 
     def __init__(self, plan: QuestPlan, rows: BatchRows, scale: float) -> None:
         self._plan = plan
@@ -68,7 +70,7 @@ class QuestAttention:
         chosen_RHC: torch.Tensor,
         lengths_R: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend to the chosen pages' tokens alone. chosen_RHC: places in the table."""
+        """Attend only to tokens of the chosen pages. chosen_RHC: Columns of the page table."""
         heads, group = q_RHD.shape[1], q_RHD.shape[1] // k_PSGD.shape[2]
         pages_RHC = table_RP[:, None].expand(-1, heads, -1).gather(2, chosen_RHC)
         kv_head_H11 = (torch.arange(heads, device=q_RHD.device) // group).view(-1, 1, 1)
@@ -80,13 +82,13 @@ class QuestAttention:
         unread_RHT = at_RHT >= lengths_R[:, None, None]
         score_RHT = torch.einsum("rhd,rhtd->rht", q_RHD.float(), k_RHTD) * self._scale
         weight_RHT = score_RHT.masked_fill(unread_RHT, -torch.inf).softmax(-1)
-        v_RHTD = v_RHTD.masked_fill(unread_RHT[..., None], 0.0)  # what a page had before may be no number
+        v_RHTD = v_RHTD.masked_fill(unread_RHT[..., None], 0.0)  # a reused page may contain NaN
         return torch.einsum("rht,rhtd->rhd", weight_RHT, v_RHTD).to(q_RHD.dtype)
 
 
 def _bounds(q_RHD: torch.Tensor, k_PSGD: torch.Tensor, table_RP: torch.Tensor) -> torch.Tensor:
-    """bound_RHP: `page_bounds` of the table's whole pages. A positive channel of q meets the page's largest
-    key, a negative one its least."""
+    """Return bound_RHP, `page_bounds` of all pages in the table. A positive channel of q is multiplied with
+    the page's maximum key, a negative one with the minimum."""
     group = q_RHD.shape[1] // k_PSGD.shape[2]
     rows, heads, channels = q_RHD.shape
     q_RGKD = q_RHD.reshape(rows, heads // group, group, channels)
@@ -97,8 +99,8 @@ def _bounds(q_RHD: torch.Tensor, k_PSGD: torch.Tensor, table_RP: torch.Tensor) -
 
 
 def page_bounds(q_HD: torch.Tensor, k_SHD: torch.Tensor) -> torch.Tensor:
-    """Return for each page and head a number that q·k of none of the page's keys exceeds: bound_PH."""
+    """Return bound_PH: for each page and head an upper bound of q · k over the page's keys."""
     missing = -k_SHD.shape[0] % PAGE_TOKENS
-    padded_SHD = torch.cat([k_SHD, k_SHD[-1:].expand(missing, -1, -1)])  # a key once more changes no bound
+    padded_SHD = torch.cat([k_SHD, k_SHD[-1:].expand(missing, -1, -1)])  # a repeated key changes no bound
     page_PSHD = padded_SHD.reshape(-1, PAGE_TOKENS, *k_SHD.shape[1:])
     return torch.maximum(q_HD * page_PSHD.amin(1), q_HD * page_PSHD.amax(1)).sum(-1)

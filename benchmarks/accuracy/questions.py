@@ -1,10 +1,9 @@
-"""Asks many questions on a document in one pass: each is appended to the document's KV cache by itself and
+"""Asks many questions on a document in one pass. Each question extends the document's KV cache and is
 prefilled densely with its right answer (teacher-forced).
 
-Attention over the document and over a question's own tokens are computed apart and merged by their
-log-sum-exp, which is exact. So no question sees another, and the document is stored once.
-
-Or asks one question after another, each after recomputing the blocks that it attends to most.
+Attention over the document and over a question's own tokens is computed separately and merged by log-sum-exp,
+which is exact. So questions do not see one another, and the document is stored once. `ask_recomputed` asks
+one question after another, each after recomputing the blocks that it attends to most.
 
 Shape suffixes: Q questions of a pass, L rows of the longest of them, S tokens of the document, H query heads,
 G key/value heads, J = H / G, D head dimension, T = Q x L rows, R = J x T.
@@ -26,11 +25,11 @@ from deltafront.workers.model.decoder.recompute import BlockAttention
 from deltafront.workers.prefill.stage.phases import phase_timer
 
 READ_AGAIN = 512
-"""Tokens at a document's end that are prefilled again for each question that ends its prompt. They cover the
-rows that a method treats as the prompt's end."""
+"""Tokens at a document's end that are prefilled again if a question follows in the same prompt. Methods
+compute these rows differently at the end of a prompt."""
 
 ROWS = 4096
-"""Rows of one pass, unless a single question has more."""
+"""Maximum number of rows of one pass. A single question may have more."""
 
 Keep = Callable[[int, Sequence[int], torch.Tensor, torch.Tensor], None]
 """keep(layer, indices, k_QLGD, v_QLGD) receives the keys and values of the questions with these indices."""
@@ -45,8 +44,8 @@ class Answered:
 
     Attributes:
         logp: Natural log-probability of the whole right answer.
-        exact: Whether each of its tokens was the likeliest.
-        first: The likeliest first token.
+        exact: True if each of its tokens was the most likely one.
+        first: The most likely first token.
         first_logp: Log-probability of the right answer's first token.
     """
 
@@ -69,9 +68,9 @@ class Recomputed:
     """Answers over recomputed blocks.
 
     Attributes:
-        tiles: Mean number of recomputed tiles of a question, in each head of each layer.
-        milliseconds: Median time of a question to find and recompute its blocks: device time on a GPU,
-            wall-clock time on a CPU.
+        tiles: Mean number of tiles recomputed for a question, per head and layer.
+        milliseconds: Median time to find and recompute a question's blocks: device time on a GPU, wall-clock
+            time on a CPU.
     """
 
     answers: list[Answered]
@@ -86,7 +85,7 @@ def ask(
     """Answer each question over the reader's document. The reader does not change.
 
     Args:
-        keep: Called for every layer of a pass.
+        keep: Called for every layer of every pass.
         look: Called for every layer and question.
     """
     answered: dict[int, Answered] = {}
@@ -97,7 +96,7 @@ def ask(
 
 
 def ask_and_look(reader: Reader, questions: Sequence[Question]) -> tuple[list[Answered], list[Looked]]:
-    """Do what `ask` does, and return each question's attention to the document, too."""
+    """Answer each question like `ask`. Also return each question's attention to the document's blocks."""
     looks = [BlockAttention(reader.length) for _ in questions]
     timers = [phase_timer(reader.stack.device) for _ in questions]
 
@@ -114,8 +113,10 @@ def ask_and_look(reader: Reader, questions: Sequence[Question]) -> tuple[list[An
 def ask_recomputed(
     reader: Reader, questions: Sequence[Question], looked: Sequence[Looked], count: int
 ) -> Recomputed:
-    """Ask at least one question, each after recomputing the `count` blocks that it attends to most. The
-    reader does not change.
+    """Ask each question after recomputing the `count` blocks that it attends to most. The reader does not
+    change.
+
+    questions: At least one.
     """
     answers, tiles, spent = list[Answered](), list[int](), list[float]()
     for question, found in zip(questions, looked, strict=True):
@@ -146,10 +147,12 @@ def ask_one_by_one(reader: Reader, question: Question) -> tuple[float, bool]:
 def ask_in_prompt(
     reader: Reader, ids: Sequence[int], questions: Sequence[Question], method: str, chunk: int
 ) -> list[Answered]:
-    """Answer questions that end a prompt of the document `ids`, and so are prefilled with the method.
+    """Answer questions, each at the end of a prompt: the document `ids`, then the question, prefilled with
+    the method.
 
-    The reader has just read the document with it. Of each prompt only the end is prefilled again, unless the
-    method cannot resume from keys or is dense for the document alone. Answers are read densely, as in decode.
+    The reader must have just prefilled the document with the method. Only the end of each prompt is prefilled
+    again, unless the method cannot resume from keys or is dense for the document without question. Answers
+    are prefilled densely, as in decode.
     """
     named = parse_method(method)
     step, short = resume_step(named), named.values.get("min_tokens", 0)
@@ -168,8 +171,8 @@ def ask_in_prompt(
 
 
 def by_subject(questions: Sequence[Question], answers: Sequence[Answered]) -> dict[str, tuple[float, bool]]:
-    """Return (logp, exact) by subject: the log of the probability of all right answers together, and whether
-    any is the likeliest.
+    """Return (logp, exact) by subject: the log of the total probability of all right answers, and True if any
+    of them is exact.
     """
     logps: dict[str, list[float]] = {}
     exacts: dict[str, bool] = {}
@@ -183,7 +186,7 @@ def by_subject(questions: Sequence[Question], answers: Sequence[Answered]) -> di
 
 
 def _rows(question: Question) -> int:
-    """Count a question's rows. The answer's last token needs none, since nothing follows it."""
+    """Count a question's rows. The answer's last token needs no row, since no token follows."""
     return len(question.prompt) + len(question.gold) - 1
 
 
@@ -266,8 +269,8 @@ def attend_appended(
 def _over_document(
     q_GRD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out_GRD and lse_GR of rows that attend to every key, by PyTorch's internal flash kernels, since
-    SDPA does not return the log-sum-exp. float32 on a GPU takes the memory-efficient kernel.
+    """Compute out_GRD and lse_GR of rows that attend to every key, by PyTorch's internal flash kernels,
+    because SDPA does not return the log-sum-exp. For float32 on a GPU it uses the memory-efficient kernel.
     """
     q, k, v = (x[None].contiguous() for x in (q_GRD, k_GSD, v_GSD))
     aten = torch.ops.aten

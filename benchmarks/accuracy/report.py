@@ -22,14 +22,14 @@ _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=":
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one method on one document. Figures that do not apply are None.
+    """The outcome of one method on one document. Numbers that do not apply are None.
 
     Attributes:
         answers: (log-probability, exact) by subject of the question.
         kl, kl_p95: Mean and 95th percentile of KL(dense | method) over the tail's positions.
         key_logp: Mean log-probability of the tail's key tokens (`predictions.key_tokens`).
-        agree: Share of the questions whose greedily decoded tokens equal full decode's.
-        recompute_ms: The part of ms that recomputes blocks for a question.
+        agree: Share of questions whose greedy answer equals that of full decode.
+        recompute_ms: The part of `ms` that recomputes blocks for a question.
     """
 
     case: str
@@ -64,9 +64,9 @@ def line(outcome: Outcome) -> str:
 
 
 def rows(outcomes: Sequence[Outcome], baseline: str) -> list[Row]:
-    """Make one row for each length, task and case over its documents, in their order, with the figures of
-    `baseline` on the same documents. `ratio_95` and `logp_95` are bootstrapped over documents, from
-    `by_document`. Keys that do not apply are left out.
+    """Make one row for each length, task and case, over its documents. The row compares the case with
+    `baseline` on the same documents. `ratio_95` and `logp_95` are bootstrapped over the documents in
+    `by_document`. Keys that do not apply are missing.
     """
     groups: dict[tuple[int, str, str], list[Outcome]] = {}
     for outcome in outcomes:
@@ -103,8 +103,8 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
 
 
 def _key_tokens(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
-    """Return the perplexity of all documents' key tokens and dense's, and the interval over documents of the
-    difference of their logarithms.
+    """Return the perplexity of key tokens with the method and with dense attention, and the interval over
+    documents of the difference of both logarithms.
     """
     found = [(o.key_logp, d.key_logp, o.key_tokens) for o, d in zip(group, base, strict=True) if o.key_tokens]
     known = [(mine, dense, many) for mine, dense, many in found if mine is not None and dense is not None]
@@ -123,7 +123,7 @@ def _key_tokens(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
 
 
 def _document(mine: Outcome, dense: Outcome) -> Row:
-    """Return a document's figures, from which a row's intervals can be bootstrapped again."""
+    """Return a document's numbers, from which a row's intervals can be bootstrapped again."""
     row: Row = {"document": mine.document, "density": mine.density, "kl": mine.kl}
     if mine.key_tokens and mine.key_logp is not None and dense.key_logp is not None:
         row |= {"key_tokens": mine.key_tokens, "key_loss": dense.key_logp - mine.key_logp}
@@ -151,7 +151,7 @@ def _intervals(documents: Sequence[Row]) -> Row:
 
 
 def _answers(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
-    """Return the paired figures of the group's questions. The baseline may have answered more."""
+    """Return paired statistics of the group's questions. The baseline may have answered further questions."""
     pairs = [
         (f"{mine.document} {about}", answer, dense.answers[about])
         for mine, dense in zip(group, base, strict=True)
@@ -180,7 +180,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """Return the median of times, since the first document of a length may wait for a compiler."""
+    """Return the median. Times need it, because the first document of a length may include compilations."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
@@ -198,7 +198,7 @@ _HEADER = (
 
 
 def table(found: Sequence[Row]) -> str:
-    """Return a Markdown table for each length."""
+    """Make a Markdown table for each length."""
     lines = []
     for tokens in dict.fromkeys(row["tokens"] for row in found):
         cells = [_cells(row) for row in found if row["tokens"] == tokens]
@@ -243,14 +243,14 @@ def _number(value: float | None, form: str) -> str:
 
 
 def judged(row: Row) -> bool:
-    """Say whether dense attention answers at least half of the questions. Otherwise a task cannot compare
-    methods."""
+    """Say whether dense attention answers at least half of a task's questions. Otherwise the task cannot
+    compare methods."""
     return "questions" in row and 2 * row["exact_dense"] >= row["questions"]
 
 
 def together(found: Sequence[Row]) -> list[Row]:
-    """Pool the judged tasks: one row for each length and case with several of them. Intervals are
-    bootstrapped over their documents.
+    """Pool the tasks that are `judged`: make one row for each length and case with several such tasks.
+    Intervals are bootstrapped over all their documents.
     """
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in filter(judged, found):
@@ -302,8 +302,8 @@ def together_table(pooled: Sequence[Row]) -> str:
 
 
 def apart(found: Sequence[Row], recorded: Sequence[Row]) -> list[str]:
-    """Return a line for each row that differs from the recorded one in density (by 0.002), KL (by 5% and by
-    0.0005) or exact answers (by more than 10%). Processors round differently.
+    """Return a line for each row that differs from the recorded row in density (by 0.002), KL (by 5% and by
+    0.0005) or exact answers (by more than 10%). Smaller differences are rounding of different processors.
     """
     known = {(row["case"], row["task"], row["tokens"]): row for row in recorded}
     reasons = []
@@ -333,7 +333,7 @@ class Gate:
 
 
 def parse_gate(given: str) -> Gate:
-    """`METHOD:exact>=0.985,kl<=0.11`; the method as in --methods, options and all. Raises ValueError."""
+    """Parse a gate such as `METHOD:exact>=0.985,kl<=0.11`, with METHOD as in --methods. Raises ValueError."""
     case, colon, conditions = given.rpartition(":")
     bounds = []
     for condition in conditions.split(","):
@@ -348,12 +348,12 @@ def parse_gate(given: str) -> Gate:
 
 
 FIGURES = ("exact", "logp", "kl", "kl_p95", "density", "ms", "recompute_ms", "perplexity", "agree", "p")
-"""The figures that a gate can bound. exact: divided by dense's; logp, perplexity: less dense's; others: as in
-the rows."""
+"""Numbers that a gate can bound. `exact` is divided by that of dense attention; from `logp` and `perplexity`
+those of dense attention are subtracted; others are as in the rows."""
 
 
 def figure(row: Row, name: str) -> float | None:
-    """A gate's figure of a row; None where the row has none."""
+    """Return the number of a row that a gate bounds, or None if the row lacks it."""
     if name == "exact":
         if "exact" not in row or not row["exact_dense"]:
             return None
@@ -366,8 +366,8 @@ def figure(row: Row, name: str) -> float | None:
 
 
 def missed(gates: Sequence[Gate], found: Sequence[Row]) -> list[str]:
-    """Return a line for each bound and row that miss a gate. A bound is also missed if no row of its case has
-    the figure, or if it is not a number.
+    """Return a line for each bound that a row misses. A bound is also missed if no row of its case has the
+    number, or if the number is NaN.
     """
     reasons = []
     for gate in gates:

@@ -1,10 +1,9 @@
-"""RULER's tasks (Hsieh et al. 2024) after the paper's description, without its two of question answering,
-which need other data.
+"""RULER's tasks (Hsieh et al. 2024), except its two question answering tasks, which need other data.
 
-Facts, texts and counts are the paper's (section 3, appendix B). Each question has three wordings, and a
-document's seed chooses one. RULER counts the right answers in one output. Here answers are asked for one at a
-time, each after the earlier ones, and any remaining answer is right: `about` names the turn, and
-`questions.by_subject` takes the best. RULER's example before common words and chains is left out.
+Facts, texts and counts follow the paper (section 3, appendix B). Each question has three wordings, and the
+document's seed chooses one. RULER counts the right answers in one output. We ask for one answer at a time,
+each after the earlier ones, and any remaining answer is right: `about` names the turn, and
+`questions.by_subject` takes the best answer. RULER's example before common words and chains is left out.
 """
 
 from __future__ import annotations
@@ -67,7 +66,8 @@ CODE = "Read the following coded text and track the frequency of each coded word
 
 
 def in_turn(about: str, prompt: str, answers: Sequence[str]) -> Asked:
-    """Make the questions of each turn: one for every answer that remains, after the earlier answers."""
+    """Make the questions of each turn: one for every remaining answer, with the earlier answers in its
+    prompt."""
     return [
         (f"{about} {turn + 1}", prompt + "".join(f" {said}," for said in answers[:turn]), f" {answer}")
         for turn in range(len(answers))
@@ -76,7 +76,7 @@ def in_turn(about: str, prompt: str, answers: Sequence[str]) -> Asked:
 
 
 def single(kind: str, *, noise: bool = False, others: int = 0) -> Task:
-    """Ask for the value of one key in noise or text that hides `others` more keys."""
+    """Make a task that asks for the value of one key. Noise or text hides it and `others` more keys."""
 
     def task(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
         made = _needles(rng, 1 + others, kind)
@@ -87,7 +87,8 @@ def single(kind: str, *, noise: bool = False, others: int = 0) -> Task:
 
 
 def alone(kind: str) -> Task:
-    """Ask for values in a document of needles alone, one a line. With uuid values the keys are uuids, too."""
+    """Make a task that asks for values in a document of needles only, one per line. If the values are uuids,
+    so are the keys."""
 
     def task(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
         most = tokens // 10 if kind == "uuid" else min(10_000, tokens // 10)
@@ -136,7 +137,7 @@ def variables(rng: random.Random, tokens: int, count: int, text: Text) -> Docume
 
 
 def common_words(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Ask for the ten words that a numbered list has 30 times; it has the others three times. Raises
+    """Ask for the ten words that a numbered list contains 30 times; other words occur three times. Raises
     ValueError if `tokens` is too small for the ten words.
     """
     del count
@@ -162,7 +163,7 @@ def common_words(rng: random.Random, tokens: int, count: int, text: Text) -> Doc
 
 
 def frequent_words(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Ask for the most frequent coded words. The r-th word occurs r^-2 as often as the first, which is dots.
+    """Ask for the most frequent coded words. Word r occurs 1 / r² times as often as word 1, which is "....".
     Raises ValueError if `tokens` is too small to rank them.
     """
     del count
@@ -226,7 +227,7 @@ def _hidden(
 def _around(
     rng: random.Random, tokens: int, preface: str, facts: Sequence[str], text: Text, *, noise: bool
 ) -> list[int]:
-    """Return `tokens` tokens: the preface, then text or noise with the facts in order."""
+    """Return `tokens` tokens: the preface, then text or noise that hides the facts in order."""
     (before,) = text.encode_all([preface])
     around = text
     if noise:
@@ -236,7 +237,7 @@ def _around(
 
 
 def _first(pieces: Sequence[Sequence[int]], tokens: int) -> int:
-    """Return the number of first pieces that fit."""
+    """Return how many pieces, from the first on, fit `tokens` tokens."""
     taken = 0
     for at, piece in enumerate(pieces):
         taken += len(piece)

@@ -1,17 +1,18 @@
-"""Exact answers through gRPC: every case on the same documents, paired with dense attention and full decode.
+"""Counts exact answers of the service, asked through gRPC. Every case gets the same documents and is compared
+with the first case, such as dense prefill with full decode.
 
     python -m deltafront.benchmarks.accuracy.served [--config deploy/config/demo.yaml] [--documents 3]
 
-Starts the service of --config. Document i of each of --tasks comes from text i (in turn). Every prefill
-method reads it once into a session. Questions are appended as tokens and answered greedily, several at once.
-A case NAME=METHOD[@full|delta] is a prefill method with its options and decode's page selection. All cases
-are compared with the first. The configuration says how many blocks are recomputed for a question. An answer
-is exact if its tokens are those of a right answer. --minutes: begin no document later. --outcomes: append
-each document's answers to a file at once; documents in the file are not asked again.
+The script starts the service of --config. Documents of each of --tasks are cut from the texts, which take
+turns. Every prefill method prefills a document once into a session. Questions extend the session and are
+answered greedily, several at once. A case NAME=METHOD[@full|delta] is a prefill method with its options and a
+page selection for decode. The configuration sets how many blocks are recomputed for a question. An answer is
+exact if its tokens are those of a right answer. --minutes M: Begin no document after M minutes. --outcomes
+FILE: Append each document's answers to a file, and skip documents in the file.
 
-Prints a line for each case and document and a table. Writes the JSON of --result: questions lost and won, the
-exact sign test, the interval over documents, and the number of answers equal to the first case's token for
-token. Exits with 1 if a --gate, such as `all_defaults:exact>=0.985`, is missed.
+The script prints a line for each case and document and a table. It writes --result as JSON: questions lost
+and won, the exact sign test, the interval over documents, and the number of answers that equal the first
+case's token by token. It exits with 1 if a --gate, such as `all_defaults:exact>=0.985`, is missed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ CASES = (
 
 @dataclass(frozen=True)
 class Case:
-    """method: see `reader.parse_method`. selection: decode's page selection, `full` or `delta`."""
+    """A case. method: Prefill method with options (`reader.parse_method`). selection: Page selection in
+    decode, `full` or `delta`."""
 
     name: str
     method: str
@@ -74,9 +76,9 @@ class Answers:
 
     Attributes:
         golds: The right answers to each prompt, in the order of the questions.
-        tokens: The answers.
+        tokens: The tokens of the answers.
         density: Share of causal tiles computed in prefill.
-        page_share: Share of pages read in layers that select.
+        page_share: Share of pages read in layers that select pages.
         recomputed: Mean number of tokens recomputed for a question.
         ttft_s: TTFT of the document's prefill.
     """
@@ -117,7 +119,7 @@ def read(client: DeltafrontClient, document: PromptLike, method: str) -> Prefill
 def answers(
     client: DeltafrontClient, name: str, document: Document, cases: Sequence[Case], at_once: int
 ) -> list[Answers]:
-    """Ask the service the document's questions in each case. Each method prefills the document once."""
+    """Ask the service a document's questions in each case. Each method prefills the document once."""
     golds: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for question in document.questions:
         golds.setdefault(question.prompt, []).append(question.gold)
@@ -152,7 +154,8 @@ _Answer = tuple[tuple[int, ...], float, int]
 def _ask(
     client: DeltafrontClient, session: str, prompt: Sequence[int], count: int, selection: str
 ) -> _Answer:
-    """Return `count` tokens, the share of pages read, and the number of recomputed tokens."""
+    """Ask one question. Return `count` tokens, the share of pages read, and the number of recomputed
+    tokens."""
     tokens: list[int] = []
     for event in client.generate(
         session_id=session,
@@ -203,18 +206,18 @@ def _row(case: Case, mine: Sequence[Answers], base: Sequence[Answers]) -> Row:
 
 
 Wanted = tuple[str, int, int, int, int]
-"""A document: its task, index and number of questions, its length in tokens and the seed."""
+"""The key of a document: task, index, number of questions, length in tokens, and seed."""
 
 
 def append_answers(path: Path, wanted: Wanted, found: Sequence[Answers]) -> None:
-    """Append a document's answers in all cases, as one line."""
+    """Append one line to the file: a document's answers in all cases."""
     line = json.dumps({"document": wanted, "answers": [asdict(one) for one in found]})
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
 
 
 def read_answers(path: Path) -> dict[Wanted, list[Answers]]:
-    """Return the answers that `append_answers` wrote, by document."""
+    """Read the answers that `append_answers` wrote, by document."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {tuple(one["document"]): [_answers(given) for given in one["answers"]] for one in lines}
 
@@ -226,7 +229,7 @@ def _answers(given: Mapping[str, Any]) -> Answers:
 
 
 def _asked(arguments: argparse.Namespace, left: Sequence[Wanted]) -> Iterator[tuple[Wanted, list[Answers]]]:
-    """Ask about the documents that are left."""
+    """Ask about each document in `left`."""
     started = time.monotonic()
     tokenizer = load_tokenizer(load(arguments.config).model.path)
     texts = {path.stem: load_text(path, tokenizer) for path in arguments.text}

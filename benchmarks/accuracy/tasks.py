@@ -1,7 +1,7 @@
-"""Makes documents of several kinds: those with questions, which calibration reads too, and prose without.
+"""Makes documents for each task: with questions, which calibration also uses, or prose without questions.
 
-Each kind is a function of a seeded generator, the number of tokens, the number of facts and the text that
-hides them. `copies` and `names` hide nothing: their questions are repetitions in the text itself.
+A task is a function of a seeded generator, the number of tokens, the number of facts and the text that hides
+them. `copies` and `names` hide no facts: they ask for repetitions in the text itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from deltafront.workers.calibration.probes import (
 )
 
 CONTINUED, NAMES_CONTINUED = 384, 768
-"""Tokens of the text after a document that are searched for copies, and for names, which are rarer."""
+"""Tokens after a document that are searched for copies, and for names, which are rarer."""
 CUE, COPIED = 2, 3
-"""Tokens of a copy that the prompt gives, and those that it asks for."""
+"""Tokens of a copy that the prompt contains, and tokens that it asks for."""
 NEAR = 1024
-"""No copy may come from a document's last NEAR tokens, since a sliding window would know it."""
+"""A copy must not occur in a document's last NEAR tokens, where a sliding window would see it."""
 
 NAME = re.compile(r"(?<![A-Za-z])[A-Z][a-z]{2,}(?![A-Za-z])")
 
@@ -36,7 +36,7 @@ Task = Callable[[random.Random, int, int, SpelledText], Document]
 
 
 def prose(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Document:
-    """Make a document without questions, for its tail's perplexity."""
+    """Make a document without questions, to measure perplexity at its end."""
     del count
     return Document(joined(text.take(rng, tokens)), [])
 
@@ -44,8 +44,8 @@ def prose(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Doc
 def copies(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Document:
     """Ask for tokens of natural text that repeat tokens of the document after the same cue.
 
-    A prompt continues the text after the document up to such a repetition. Its tokens are not in the
-    document's last NEAR tokens nor in the continuation.
+    A prompt continues the text after the document up to such a repetition. The repeated tokens are neither in
+    the document's last NEAR tokens nor in the continuation.
     """
     ids = joined(text.take(rng, tokens + CONTINUED))
     found = list(copied(ids, tokens))
@@ -57,13 +57,13 @@ def copies(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Do
 
 
 def copied(ids: Sequence[int], tokens: int) -> Iterator[int]:
-    """Yield the indices from `tokens` on where a copy begins. Copies do not overlap."""
+    """Yield the indices, from `tokens` on, at which a copy begins. Copies do not overlap."""
     width = CUE + COPIED
     far = {tuple(ids[a : a + width]) for a in range(max(0, tokens - NEAR) - width + 1)}
     near = {tuple(ids[a : a + width]) for a in range(max(0, tokens - NEAR), tokens - width + 1)}
     after, seen = tokens + CUE, tokens - width + 1
     for at in range(tokens + CUE, len(ids) - COPIED + 1):
-        while seen < at - CUE:  # what has been said up to the cue is near
+        while seen < at - CUE:  # tokens up to the cue count as near
             near.add(tuple(ids[seen : seen + width]))
             seen += 1
         said = tuple(ids[at - CUE : at + COPIED])

@@ -1,1 +1,1 @@
-"""Compares our kernels with FlashInfer's in one process: first outputs, then times."""
+"""Compares our kernels with FlashInfer's in one process: outputs first, then times."""

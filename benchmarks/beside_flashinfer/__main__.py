@@ -1,12 +1,14 @@
-"""`python -m deltafront.benchmarks.beside_flashinfer`: our kernels and FlashInfer's, as a table and JSON.
+"""Compares our kernels with FlashInfer's and prints a table of times.
 
-Shapes are those of Llama-3.1-8B. The outputs of each pair are compared, then both are timed: microseconds a
+    python -m deltafront.benchmarks.beside_flashinfer
+
+Shapes are those of Llama-3.1-8B. The outputs of each pair are compared, then both are timed: microseconds per
 call, medians over replays of a CUDA graph. The calls of a graph rotate through copies of the inputs, so that
-none is in L2. FlashInfer compiles its kernels with nvcc at their first use.
+no input is in L2. FlashInfer compiles its kernels with nvcc at their first use.
 
-Writes benchmarks/results/beside_flashinfer.json: {"gpu", "commit", "torch", "triton", "flashinfer", "rows"}.
-`ratio` is FlashInfer's time over ours: above 1, ours is faster. A pair that fails is named, and the exit
-code says so.
+The script writes benchmarks/results/beside_flashinfer.json: {"gpu", "commit", "torch", "triton",
+"flashinfer", "rows"}. `ratio` is FlashInfer's time over ours: above 1, ours is faster. If a pair fails, the
+script names it and exits with 1.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def main() -> None:
 
 
 def _measure_all(groups: Sequence[str], out: Path, commit: str) -> list[str]:
-    """Measure groups. Return the pairs that failed."""
+    """Measure groups of pairs. Return the names of pairs that failed."""
     import flashinfer
     import triton
 

@@ -1,4 +1,4 @@
-"""Pairs of paged decode, over all pages and over selected pages."""
+"""Pairs of paged decode attention kernels: over all pages and over selected pages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _full(layers: Sequence[PagedInput]) -> Run:
 
 
 def _selected(layers: Sequence[PagedInput], budget: int) -> tuple[Run, PagedInput]:
-    """Return our run over selected pages, and the first layer with a page table of these pages alone."""
+    """Return our run over selected pages, and the first layer's input with a page table of only these
+    pages."""
     x = layers[0]
     _, _, score_RP = paged_attention_scored(*arguments(x), scale=x.scale)
     selected_RK, counts_R = select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
@@ -66,7 +67,8 @@ def _selected(layers: Sequence[PagedInput], budget: int) -> tuple[Run, PagedInpu
 
 
 def _their_decode(flashinfer: Any, layers: Sequence[PagedInput], x: PagedInput, tensor_cores: bool) -> Run:
-    """Plan for x's page table and full pages, on the host (0.2-0.5 ms, not timed)."""
+    """Return FlashInfer's run for x's page table, in which all pages are full. Its plan on the host (0.2-0.5
+    ms) is not timed."""
     requests, columns = x.table_RP.shape
 
     def buffer(size: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Pairs of steps between GEMMs: RMS norm, RoPE with KV write, SiLU. Suffixes as in the kernels; N copies."""
+"""Pairs of kernels between GEMMs: RMS norm, RoPE with KV cache write, SiLU. Suffixes are those of the
+kernels; N copies."""
 
 from __future__ import annotations
 
@@ -62,11 +63,11 @@ def activations(flashinfer: Any) -> Iterator[Pair]:
 
 @dataclass(frozen=True)
 class _Rotation:
-    """Rows to rotate and store. Request r has its own pages, one after the other.
+    """Tokens to rotate and store. Each request has its own consecutive pages.
 
     Attributes:
-        positions_T: int32, of the tokens in their requests.
-        request_T: int32, the request of each token.
+        positions_T: int32, each token's position in its request.
+        request_T: int32, each token's request.
     """
 
     qkv_NTXD: torch.Tensor
@@ -77,7 +78,7 @@ class _Rotation:
 
     @classmethod
     def of(cls, requests: int, first: int, tokens: int) -> _Rotation:
-        """Give each request `tokens` tokens from position `first`."""
+        """Make `tokens` tokens for each request, from position `first` on."""
         total = requests * tokens
         copies = copies_of(2 * total * (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM * 2)
         pages = requests * -(-(first + tokens) // PAGE_TOKENS)
@@ -93,7 +94,7 @@ class _Rotation:
 
     @property
     def pages(self) -> int:
-        """The number of pages of a request."""
+        """Number of pages per request."""
         return self.k_PSGD.shape[0] // (int(self.request_T[-1]) + 1)
 
     def ours(self) -> Run:
@@ -130,7 +131,7 @@ class _Rotation:
         return torch.split(self.qkv_NTXD[i].flatten(1), widths, dim=1)
 
     def compare(self, ours: Run, theirs: Run) -> float:
-        """Run both from the same rows and pages, and compare q and all pages."""
+        """Run both on the same rows and pages. Compare q and all pages."""
         state = self.qkv_NTXD[0], self.k_PSGD, self.v_PSGD
         before = copied(state)
         mine = [*copied(ours(0)), *copied(state[1:])]

@@ -15,12 +15,12 @@ from deltafront.benchmarks.harness import BenchConfig
 from deltafront.tests.numerics import assert_rows_close
 
 CALLS, REPLAYS = 16, 12
-"""Calls that a graph holds, and its replays that are timed."""
+"""Calls in a CUDA graph, and timed replays of the graph."""
 _ROTATED_BYTES = 512 << 20
 CONFIG = BenchConfig(device=torch.device("cuda"))
 
 Run = Callable[[int], object]
-"""Calls a kernel on the copy of the inputs that the number names."""
+"""Calls a kernel on the copy of the inputs with this number."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Pair:
 
     Attributes:
         copies: Number of copies of the inputs.
-        compare: Returns the largest difference of the outputs. Raises AssertionError if it is more than
-            rounding. None: compare the outputs of one call.
+        compare: Returns the largest difference of the outputs. Raises AssertionError if it exceeds rounding.
+            None: compare the outputs of one call.
     """
 
     op: str
@@ -52,12 +52,12 @@ class Measured:
 
 
 def copies_of(size: int) -> int:
-    """Return the number of copies of `size` bytes that L2 cannot hold, 2 to 16."""
+    """Return the number of copies of `size` bytes, 2 to 16, that together exceed L2."""
     return max(2, min(CALLS, -(-_ROTATED_BYTES // size)))
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference. Raises AssertionError for a row out of its dtype's tolerance."""
+    """Return the largest difference. Raises AssertionError if a row exceeds its dtype's tolerance."""
     assert_rows_close(actual, expected)
     return float((actual.float() - expected.float()).abs().max())
 
@@ -67,7 +67,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def _same(ours: Run, theirs: Run) -> float:
-    """Compare outputs of one call. Ours goes first, since FlashInfer's may write in place."""
+    """Compare the outputs of one call. Our kernel runs first, because FlashInfer's may write in place."""
     pairs = zip(copied(ours(0)), copied(theirs(0)), strict=True)
     return max(close(actual, expected) for actual, expected in pairs)
 
@@ -78,7 +78,7 @@ def copied(made: object) -> list[torch.Tensor]:
 
 
 def measure(pair: Pair) -> Measured:
-    """Compare, then time both twice in turn and keep the lower median of each."""
+    """Compare both kernels, then time them alternately, twice each. Keep the lower median of each."""
     difference = (pair.compare or partial(_same, pair.ours, pair.theirs))()
     graphs = [_graph(run, pair.copies) for run in (pair.ours, pair.theirs)]
     rounds = [[_replay_us(graph) for graph in graphs] for _ in range(2)]
@@ -98,7 +98,7 @@ def _graph(run: Run, copies: int) -> torch.cuda.CUDAGraph:
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Return the median microseconds of a replay over its calls. All replays are queued before the host
+    """Return the median time of a replay per call, in microseconds. All replays are queued before the host
     waits."""
     event: Any = torch.cuda.Event  # untyped in torch
     marks = [event(enable_timing=True) for _ in range(REPLAYS + 1)]

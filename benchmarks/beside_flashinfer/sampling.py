@@ -1,4 +1,4 @@
-"""Pairs of sampling from Llama-3.1's vocabulary with temperature, top-k and top-p."""
+"""Pairs of sampling kernels with temperature, top-k and top-p, over Llama-3.1's vocabulary."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SAMPLES = 2048
 
 
 def sampling(flashinfer: Any) -> Iterator[Pair]:
-    """Yield our sampling beside FlashInfer's, and beside FlashInfer's filters with our draw. Our draw does
-    not depend on a request's row in the batch; FlashInfer's generator uses the row as its subsequence."""
+    """Pair our sampling with FlashInfer's, and with FlashInfer's filters followed by our random draw. Our
+    draw does not depend on a request's row in the batch; FlashInfer's does."""
     for count in (1, 8, 64):
         logits_NRV = torch.stack([_logits(count) for _ in range(copies_of(count * VOCAB * 4))])
         given = logits_NRV, _rows(count)
@@ -32,7 +32,7 @@ def sampling(flashinfer: Any) -> Iterator[Pair]:
 
 
 def _logits(rows: int) -> torch.Tensor:
-    """Logits of a Zipf distribution in random order: the likeliest token has 0.13."""
+    """Make logits of a Zipf distribution in random order. The most likely token has probability 0.13."""
     rank_RV = torch.rand(rows, VOCAB, device=CONFIG.device).argsort(-1)
     return (-1.1 * (1.0 + rank_RV).log()).to(CONFIG.dtype)
 
@@ -77,7 +77,8 @@ def _with_logprobs(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> Sequence[tor
 
 
 def _same_distribution(flashinfer: Any) -> float:
-    """Draw from one row's logits many times and return the largest difference of two frequencies."""
+    """Draw many times from the same logits by both. Return the largest difference of a token's
+    frequencies."""
     given = _logits(1).expand(_SAMPLES, VOCAB)[None], _rows(_SAMPLES)
     drawn = _sample(*given, 0)[0], _their_sample(flashinfer, *given, 0)[0]
     ours_V, theirs_V = (torch.bincount(ids_R, minlength=VOCAB) / _SAMPLES for ids_R in drawn)
@@ -88,7 +89,7 @@ def _same_distribution(flashinfer: Any) -> float:
 
 
 def _same_ids(flashinfer: Any) -> float:
-    """Return the share of rows with different tokens. Only ties at the filters' edges may differ."""
+    """Return the share of rows with different tokens. They may differ only in ties at a filter's limit."""
     given = torch.stack([_logits(256)]), _rows(256)
     ours_R, theirs_R = _sample(*given, 0)[0], _their_filters(flashinfer, *given, 0)[0]
     differ = float((ours_R != theirs_R).float().mean())

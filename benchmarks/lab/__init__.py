@@ -1,5 +1,5 @@
-"""Compares every prefill method with dense attention on RULER's tasks, for models without our adapters.
+"""Compares prefill methods with dense attention on RULER's tasks, for any model.
 
-Start at `__main__.py`. `fetch.py` gets the models, `samples.py` makes prompts, `reading.py` reads and answers
-them, `table.py` compares.
+Start at `__main__.py`. `fetch.py` downloads models, `samples.py` makes prompts, `reading.py` prefills and
+answers them, `table.py` compares the answers.
 """

@@ -4,10 +4,10 @@
     python -m deltafront.benchmarks.lab --model FOLDER/qwen2.5-coder-0.5b.gguf --text FILE [FILE …] \
         --tokens 31000 --samples 20 --cases dpxa:share=0.2 dpxa+delta:share=0.2,gamma=16@8 --result FILE
 
-A case is METHOD:OPTIONS@BLOCKS. With @BLOCKS the prompt's last 128 to 255 tokens are prefilled again densely
-after BLOCKS blocks have been recomputed, as in the service with `recompute_blocks`. Answers are decoded
-greedily over all keys, in one process without Ray, with a prefill worker's layers and kernels. Prints a table
-after every case and writes the JSON of --result.
+A case is METHOD:OPTIONS@BLOCKS. With @BLOCKS, BLOCKS blocks are recomputed and the prompt's last 128 to 255
+tokens are then prefilled again densely, as in the service with `recompute_blocks`. Answers are decoded
+greedily over all keys. All runs in one process without Ray, with a prefill worker's layers and kernels. The
+script prints a table after every case and writes --result as JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def by_method(cases: Sequence[Case]) -> dict[str, list[int]]:
-    """Return each method's numbers of blocks, ascending. Samples are read once a method."""
+    """Group cases by method: return each method's numbers of blocks, ascending. Each sample is prefilled once
+    per method."""
     blocks: dict[str, set[int]] = {}
     for case in cases:
         blocks.setdefault(case.method, set()).add(case.blocks)
@@ -75,7 +76,7 @@ def all_answers(
     arguments: argparse.Namespace,
     decode: Decode,
 ) -> dict[int, list[Answer]]:
-    """Answer all samples. Returns a list by number of blocks."""
+    """Answer all samples with a method. Return the list of answers for each number of blocks."""
     answers: dict[int, list[Answer]] = {count: [] for count in blocks}
     for first in range(0, len(compared.samples), arguments.together):
         group = slice(first, first + arguments.together)

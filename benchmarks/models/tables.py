@@ -1,4 +1,4 @@
-"""The tables of docs/models.md, from the families' data and the public models' numbers."""
+"""Makes the tables of docs/models.md from the families' data and the public models' numbers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from deltafront.workers.model.family_registry import FAMILIES
 
 
 def read_public(model: Public) -> ModelConfig:
-    """Read its numbers as a config.json. Raises ModelError."""
+    """Read a public model's numbers like a config.json. Raises ModelError."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model.config))
         return read_config(folder)
 
 
 def families() -> str:
-    """A line for each family in the package, with the public models of it whose numbers are tested."""
+    """Make the table of families, one line each, with the family's public models."""
     sizes: dict[str, list[str]] = {}
     for model in SERVED:
         sizes.setdefault(read_public(model).architecture, []).append(f"{model.billions:g}B")

@@ -1,4 +1,6 @@
-"""Forms of the papers that the service does not have: ablations, controls, baselines. In torch, so not timed.
+"""Methods from the papers that the service does not have: ablations, controls and baselines. They are written
+in torch, so they are not timed.
 
-Start at `methods.py`: it registers them. `oracle.py` has their definitions, row by row.
+Start at `methods.py`, which registers them. `oracle.py` defines them row by row. The thesis is the paper
+DeltaAttention.
 """

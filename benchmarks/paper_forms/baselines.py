@@ -1,6 +1,6 @@
-"""Baselines of the papers, for every head: MInference's block-sparse pattern and SpargeAttn's prediction.
+"""Baselines for all heads: MInference's block-sparse pattern and SpargeAttn's prediction of tiles.
 
-Shape suffixes as in `kernels.interface`.
+Shape suffixes are those of `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deltafront.kernels.selectors.scored import ScoredState
 
 
 class BlockPoolSelector(TorchSelector):
-    """Ranks tiles by the softmax of mean query · mean key over the causal key blocks."""
+    """Scores tiles by a softmax over the causal key blocks of mean query · mean key."""
 
     name = "block_pool"
     scored_share = 1.0 / BLOCK**2
@@ -34,7 +34,7 @@ class BlockPoolSelector(TorchSelector):
 
 
 def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
-    """Compute the float32 mean of each block of rows, over the rows that exist."""
+    """Compute the float32 mean of each block's existing rows."""
     batch, heads, rows, dim = x_BGSD.shape
     padded = functional.pad(x_BGSD.float(), (0, 0, 0, -rows % BLOCK))
     padded_BGMRD = padded.view(batch, heads, -1, BLOCK, dim)
@@ -43,7 +43,7 @@ def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 class BlockTopSelector(BlockPoolSelector):
-    """Keeps a fixed number of the best blocks by mean query · mean key."""
+    """Keeps a fixed number of key blocks with the largest mean query · mean key."""
 
     def __init__(self, options: BlockTopOptions) -> None:
         super().__init__(options)
@@ -56,12 +56,12 @@ class BlockTopSelector(BlockPoolSelector):
 
 
 class SpargeSelector:
-    """SpargeAttn's first stage. A block with similar rows is represented by their mean.
+    """SpargeAttn's first stage. The mean of a block stands for its rows if they are similar.
 
-    Each row keeps the largest tiles of the attention between means, up to a mass of tau, at least one. A
-    query block whose rows differ keeps its whole row, such a key block its whole column. The second stage
-    skips products of weights and values inside tiles and changes no mask. Diagonal and block 0 are kept, as
-    in every mask here. Tiles have 128 keys, not 64.
+    A query block keeps the largest tiles of the attention between means, up to a mass of tau, but at least
+    one. A query block with dissimilar rows keeps all tiles, and all query blocks keep a key block with
+    dissimilar rows. Diagonal and block 0 are kept, as in every mask here. Tiles have 128 keys in place of the
+    paper's 64. The second stage skips p · v inside tiles and changes no mask.
     """
 
     scored_share = 1.0 / BLOCK**2
@@ -92,7 +92,7 @@ class SpargeSelector:
 
 
 def top_mass(mass_BHNM: torch.Tensor, tau: float) -> torch.Tensor:
-    """Mark the largest entries of each row with a sum of at most tau, at least one."""
+    """Mark the largest entries of each row whose sum is at most tau, but at least one."""
     ordered_BHNM, order_BHNM = mass_BHNM.sort(dim=-1, descending=True, stable=True)
     within_BHNM = ordered_BHNM.cumsum(-1) <= tau
     within_BHNM[..., 0] = True

@@ -1,15 +1,15 @@
-"""Gives each head the least threshold whose tiles cover a share of its attention mass, as DeltaAttention
-calibrates DPXA and XAttention (section 2.5; r = 0.75 and 0.90 in section 7.3).
+"""Calibrates thresholds like DeltaAttention (section 2.5; r = 0.75 and 0.90 in section 7.3): each head gets
+the smallest threshold whose tiles cover a share of its attention mass.
 
     python -m deltafront.benchmarks.paper_forms.coverage --method dpxa_thesis --coverage 0.75 0.90 \
         --text FILE [FILE …] --tokens 8192 --profile OUT
     python -m deltafront.benchmarks.accuracy --profile OUT --methods dpxa_thesis:density=DENSITY …
 
-Documents are read densely. A threshold's coverage is the mean over query blocks of the true mass that its
-tiles hold, and over documents. Prints the density of each coverage, by which a request asks for it: what
-reading the same documents with these thresholds takes.
+Documents are prefilled densely. A threshold's coverage is the exact attention mass of its tiles, averaged
+over query blocks and documents. The script prints, for each coverage, the density of prefill with its
+thresholds on the same documents. A request selects the thresholds by this density.
 
-Shape suffixes as in `kernels.interface`; L layers, I thresholds.
+Shape suffixes are those of `kernels.interface`; L layers, I thresholds.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
 
 THRESHOLDS = tuple(step / 64 for step in range(1, 65))
-"""Among which a head's is found; the last keeps everything."""
+"""Candidate thresholds of a head, ascending. The last keeps all tiles."""
 
 
 def true_masses(x: AttentionInput) -> torch.Tensor:
-    """float32 true_BHNM: the mean attention mass of each tile, exact, one query block at a time."""
+    """Compute float32 true_BHNM: the exact attention mass of each tile, averaged over the tile's rows."""
     batch, heads = x.q_BHTD.shape[:2]
     groups, _, dim = x.k_BGSD.shape[1:]
     device = x.q_BHTD.device
@@ -65,7 +65,8 @@ def true_masses(x: AttentionInput) -> torch.Tensor:
 
 
 def covered(score_BHNM: torch.Tensor, true_BHNM: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """coverage_HI of a whole prompt's tiles, float64."""
+    """Compute float64 coverage_HI: the share of a whole prompt's mass in the tiles that each threshold
+    keeps."""
     whole_BHN = true_BHNM.double().sum(-1)
     shares = []
     for threshold in THRESHOLDS:
@@ -76,7 +77,7 @@ def covered(score_BHNM: torch.Tensor, true_BHNM: torch.Tensor, rule: Rule) -> to
 
 @torch.inference_mode()
 def coverages(stack: LayerStack, document: Document, selector: ScoredSelector) -> torch.Tensor:
-    """coverage_LHI of one dense pass, on the CPU."""
+    """Compute coverage_LHI of one document in a dense pass, and return it on the CPU."""
     layers = []
 
     def hook(layer: int, x: AttentionInput) -> None:
@@ -88,7 +89,7 @@ def coverages(stack: LayerStack, document: Document, selector: ScoredSelector) -
 
 
 def least_thresholds(coverage_LHI: torch.Tensor, wanted: float) -> list[list[float]]:
-    """For each layer and head the least threshold that covers as much as wanted."""
+    """Return, for each layer and head, the smallest threshold whose coverage is at least `wanted`."""
     place_LH = (coverage_LHI < wanted - 1e-9).sum(-1).clamp(max=len(THRESHOLDS) - 1)
     return [[THRESHOLDS[place] for place in row] for row in place_LH.tolist()]
 

@@ -1,8 +1,9 @@
-"""Delta-KV with the thesis's own exact region, and with anchors that are not chosen by similarity.
+"""Delta-KV with the exact region of the paper (DeltaAttention), and controls with anchors that are not chosen
+by similarity.
 
-A packed key is its anchor's own row, so both phases are one softmax over the prompt's keys with weights: 1
-for an exact key, a run's length for the anchor of a packed one, 0 for all others. Slabs of query blocks are
-computed at once. Shape suffixes as in `kernels.interface`.
+A packed key is its anchor's own row. So both phases are one softmax over the prompt's keys with weights: 1
+for an exact key, the run's length for an anchor of packed keys, 0 for other keys. A slab of query blocks is
+computed at once. Shape suffixes are those of `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
 
 SLAB = 8
-"""Query blocks whose weights are in memory at once."""
+"""Number of query blocks computed at once, limited by the memory of their weights."""
 
 
 @dataclass
@@ -34,8 +35,9 @@ class DeltaKVState:
     """State of one prompt and layer.
 
     Attributes:
-        chance_BGS: A random number for every key of the prompt, for random anchors.
-        keys_BGN: Number of keys that the last call's query blocks attended to. The diagonal counts as a tile.
+        chance_BGS: A random number for each key of the prompt, from which random anchors are chosen.
+        keys_BGN: Number of keys that each query block of the last call attended to. The diagonal counts as a
+            whole tile.
     """
 
     chance_BGS: torch.Tensor | None = None
@@ -44,12 +46,12 @@ class DeltaKVState:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of keys, and the keys that each query block of the chunk reads.
+    """Runs of keys, and the keys that each query block of the chunk attends to.
 
     Attributes:
-        length_BGS: Length of the run that an anchor leads, 0 for other keys.
-        exact_BGN: The first key of phase 2.
-        packed_BGN: Number of anchors in phase 1.
+        length_BGS: Length of the run that begins with this anchor, 0 for other keys.
+        exact_BGN: The first key that is attended to exactly, in phase 2.
+        packed_BGN: Number of anchors that are attended to as packed keys, in phase 1.
     """
 
     length_BGS: torch.Tensor
@@ -70,7 +72,7 @@ def runs_of(is_anchor_BGS: torch.Tensor, begin_N: torch.Tensor, block: int) -> R
     next_BGS = torch.nn.functional.pad(later_BGS[..., 1:], (0, 1), value=keys)
     length_BGS = torch.where(is_anchor_BGS, next_BGS - place_S, 0)
     upto_BGS = is_anchor_BGS.cumsum(2)
-    # The last anchor up to a query block's first key leads a run that reaches into the block.
+    # The run of the last anchor up to a query block's first key reaches into the block.
     over_BGN = upto_BGS[..., begin_N] - 1
     packed_BGN = over_BGN // block * block
     exact_BGN = torch.searchsorted(upto_BGS, packed_BGN + 1)
@@ -79,7 +81,7 @@ def runs_of(is_anchor_BGS: torch.Tensor, begin_N: torch.Tensor, block: int) -> R
 
 class PhasedDeltaKV(ABC):
     """A backend in two phases. Phase 1 attends to the anchors of safe packed blocks, phase 2 to every key
-    after those blocks. A packed block with a key of the query block or a later one is not safe.
+    after these blocks. A packed block is safe if all its keys come before the query block.
     """
 
     def __init__(self, options: PhaseOptions) -> None:
@@ -90,7 +92,7 @@ class PhasedDeltaKV(ABC):
 
     @abstractmethod
     def anchors(self, x: AttentionInput, state: DeltaKVState) -> torch.Tensor:
-        """Return is_anchor_BGS. The first key is an anchor."""
+        """Return is_anchor_BGS. The first key is always an anchor."""
 
     def attend(
         self, x: AttentionInput, mask: TileMask | None, state: DeltaKVState, phase: Phase
@@ -179,7 +181,8 @@ class RandomKeys(PhasedDeltaKV):
         self._keep, self._seed = options.keep, options.seed
 
     def new_state(self, spec: StateSpec) -> DeltaKVState:
-        """Draw the same anchors for the same prompt length, wherever a state begins."""
+        """Draw anchors that depend only on seed, layer and prompt length, so that a new state has the
+        same."""
         generator = torch.Generator().manual_seed(self._seed * 1009 + spec.layer)
         chance_BGS = torch.rand(spec.batch, spec.kv_heads, spec.max_tokens, generator=generator)
         chance_BGS[..., 0] = 0.0

@@ -1,14 +1,14 @@
-"""DELTA's own choice of Δ-layers: by the shift of attention from each layer to the next (sections 5.1, D).
+"""Chooses Δ-layers like the paper DELTA (sections 5.1, D): where attention shifts most from the layer before.
 
     python -m deltafront.benchmarks.paper_forms.delta_layers --text FILE [FILE …] --tokens 8192 --layers 3
     python -m deltafront.benchmarks.accuracy --decode LAYERS:64:8 periodic:3:64:8 random:3:SEED:64:8 …
 
-A layer's shift is 1 - cos between its attention and that of the layer before, the maps of all heads side by
-side, for the queries that give answers' tokens, as in decode. Layer 2 is the first Δ-layer. The paper takes
-layers of large shifts that are "well distributed across the network depth" and gives no rule for that: here
-the layers after it are cut into equal parts, and each gives its largest.
+A layer's shift is 1 - cos between its attention weights and those of the layer before, with all heads
+concatenated, for the queries that predict answers' tokens. Layer 2 is the first Δ-layer. The paper takes
+layers with large shifts that are "well distributed across the network depth", without a rule. Here later
+layers are cut into equal parts, and the layer with the largest shift of each part is chosen.
 
-Shape suffixes as in `kernels.interface`; L layers, Q queries.
+Shape suffixes are those of `kernels.interface`; L layers, Q queries.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
 
 FIRST = 2
-"""The first Δ-layer of every model of the paper; those before it are full."""
+"""The first Δ-layer in every model of the paper. The layers before it have full attention."""
 
 
 @torch.inference_mode()
 def attention_shifts(stack: LayerStack, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """shift_L, float64, of a dense pass over a text: its first is 0."""
+    """Compute float64 shift_L in a dense pass over a text. Layer 0 has shift 0."""
     shifts: list[torch.Tensor] = []
     before_QHS: list[torch.Tensor] = []
     positions_Q = torch.tensor(positions, device=stack.device)
@@ -53,27 +53,29 @@ def attention_shifts(stack: LayerStack, ids: Sequence[int], positions: Sequence[
 
 
 def shifted_layers(shift_L: Sequence[float], count: int) -> tuple[int, ...]:
-    """Layer 2, then of each of `count` - 1 equal parts after it the layer of the largest shift. The last
-    layer is none: no layer after it would use its pages. Raises ValueError."""
+    """Choose layer 2, and the layer with the largest shift in each of `count` - 1 equal parts of the layers
+    after it. The last layer is never chosen, since no layer follows that would use its pages. Raises
+    ValueError."""
     parts = _parts(len(shift_L), count)
     return FIRST, *(max(part, key=lambda layer: (shift_L[layer], -layer)) for part in parts)
 
 
 def periodic_layers(layers: int, count: int) -> tuple[int, ...]:
-    """Layer 2, then the first layer of each of `count` equal parts from it on. Raises ValueError."""
+    """Choose the first layer of each of `count` equal parts of the layers from 2 on. Raises ValueError."""
     _parts(layers, count)
     return tuple(FIRST + n * (layers - 1 - FIRST) // count for n in range(count))
 
 
 def random_layers(layers: int, count: int, seed: int) -> tuple[int, ...]:
-    """Layer 2 and others by chance. Raises ValueError."""
+    """Choose layer 2 and `count` - 1 random layers. Raises ValueError."""
     _parts(layers, count)
     others = random.Random(seed).sample(range(FIRST + 1, layers - 1), count - 1)
     return FIRST, *sorted(others)
 
 
 def _parts(layers: int, count: int) -> list[range]:
-    """Cut the layers after the first Δ-layer, without the last, into parts."""
+    """Cut the layers after the first Δ-layer, without the last layer, into `count` - 1 equal parts. Raises
+    ValueError."""
     behind = layers - 1 - (FIRST + 1)
     if not 1 <= count <= behind + 1:
         raise ValueError(f"{count} Δ-layers: a model of {layers} layers has 1 to {behind + 1}")

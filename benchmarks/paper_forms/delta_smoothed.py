@@ -1,7 +1,7 @@
-"""The Δ correction with smoothed differences (Δ Attention, appendix J) and with the paper's dense end
-(appendix C), over StreamingLLM.
+"""The Δ correction of StreamingLLM with smoothed differences (Δ Attention, appendix J), optionally with the
+paper's dense end (appendix C).
 
-Shape suffixes as in `kernels.interface`; R dense rows, C the filter's numbers.
+Shape suffixes are those of `kernels.interface`; R dense rows, C components of the filter's state.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from deltafront.kernels.interface import AttentionInput, KernelInputError, Phase
 
 
 class SmoothedBackend:
-    """Every gamma-th row is dense. The rows up to the next get its difference mixed with the next one's
-    (`linear`), or what a filter makes of all differences so far, each repeated gamma times. The whole prompt
-    at once, since `linear` looks ahead."""
+    """Computes every gamma-th row densely and adds a smoothed difference, dense minus sparse, to all rows.
+    With `linear`, differences are interpolated between dense rows. Otherwise a filter runs over them, each
+    repeated gamma times. The prompt must be one chunk, because `linear` needs the next dense row."""
 
     def __init__(self, options: StreamingSmoothedOptions) -> None:
         self._options = options
@@ -43,7 +43,7 @@ class SmoothedBackend:
         return out_BHTD
 
     def _tail(self, x: AttentionInput) -> int:
-        """The first row of the dense end."""
+        """Return the first row of the dense end of the prompt."""
         if self._options.paper_end:
             return (x.prompt_tokens - 1) // self._options.gamma * self._options.gamma
         return max(0, x.prompt_tokens // BLOCK - 1) * BLOCK
@@ -56,7 +56,7 @@ class SmoothedBackend:
         return filtered(difference_BHRD, options.gamma, rows, *numbers)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: None) -> torch.Tensor:
-        """A dense row counts 1/128 of its row of tiles."""
+        """Count tiles. A dense row counts as 1/128 of the causal tiles of its query block."""
         row_T = torch.arange(x.q_BHTD.shape[2], device=x.q_BHTD.device)
         is_dense_T = (row_T % self._options.gamma == 0) | (row_T >= self._tail(x))
         tiles = (is_dense_T * (row_T // BLOCK + 1)).sum(dtype=torch.float64) / BLOCK
@@ -64,7 +64,7 @@ class SmoothedBackend:
 
 
 def interpolated(difference_BHRD: torch.Tensor, gamma: int, rows: int) -> torch.Tensor:
-    """Interpolate linearly between each difference and the next. The last one stays constant."""
+    """Interpolate linearly between each difference and the next. After the last one, repeat it."""
     row_T = torch.arange(rows, device=difference_BHRD.device)
     own_T = row_T // gamma
     next_T = (own_T + 1).clamp(max=difference_BHRD.shape[2] - 1)
@@ -75,11 +75,11 @@ def interpolated(difference_BHRD: torch.Tensor, gamma: int, rows: int) -> torch.
 def filtered(
     difference_BHRD: torch.Tensor, gamma: int, rows: int, alpha: float, beta: float, acceleration: float
 ) -> torch.Tensor:
-    """Algorithm 2 over the differences, each repeated `gamma` times. The exponential moving average is that
-    filter with neither velocity nor acceleration.
+    """Filter the differences, each repeated `gamma` times, by Algorithm 2. With beta and acceleration 0 the
+    filter is an exponential moving average.
 
-    A step is linear in (position, velocity, acceleration) and in the difference, so `gamma` steps of the same
-    difference are powers of one matrix.
+    A step is linear in the state (position, velocity, acceleration) and in the difference. So `gamma` steps
+    with the same difference are powers of one matrix.
     """
     ahead_CC = torch.tensor([[1.0, 1.0, 0.5], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     gain_C = torch.tensor([alpha, beta, acceleration], dtype=torch.float64)

@@ -1,6 +1,7 @@
-"""Controls of DeltaXAttention: every tile packed, and tiles skipped until as many keys are saved.
+"""Controls of DeltaXAttention: XAttention with every tile packed, and XAttention with fewer tiles at the same
+cost.
 
-Shape suffixes as in `kernels.interface`.
+Shape suffixes are those of `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from deltafront.kernels.selectors.rules.cpu import compact
 
 
 class AllPacked:
-    """A backend: XAttention over keys and values of which each is its run's anchor's, or mean. That is
-    what a softmax weighted by counts gives, with runs cut at the query."""
+    """Computes XAttention's tiles with each key and value replaced by its run's anchor or mean. This equals
+    packed attention with runs that end at the query."""
 
     def __init__(self, options: AllPackedOptions) -> None:
         self._options = options
@@ -65,12 +66,12 @@ def _means(kv_BGSD: torch.Tensor, run_BGS1: torch.Tensor, length_BGS1: torch.Ten
 
 
 def anchors_of(x: AttentionInput, options: RunOptions) -> torch.Tensor:
-    """Return is_anchor_BGS of runs within tiles."""
+    """Return is_anchor_BGS for runs that do not cross tiles."""
     return find_anchors(x.k_BGSD, options.cos, BLOCK)
 
 
 def listed(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """Return the mask as a table bool_BHNM."""
+    """Convert the mask to bool_BHNM."""
     kept_BHNX = (
         torch.arange(mask.index_BHNM.shape[3], device=mask.count_BHN.device) < mask.count_BHN[..., None]
     )
@@ -80,10 +81,10 @@ def listed(x: AttentionInput, mask: TileMask) -> torch.Tensor:
 
 
 class TileSkipSelector:
-    """XAttention without the tiles of lowest score.
+    """Drops XAttention's tiles with the lowest scores.
 
-    Each head drops the share `skip` of its tiles, or as many as DeltaXAttention saves, from all rows in
-    proportion to their tiles. The diagonal and the sink's tile stay. Budgets are for one chunk of queries.
+    A head drops the share `skip` of its tiles, or the number of tiles that DeltaXAttention saves, from each
+    query block in proportion to its tiles. Diagonal and sink tiles stay. Each chunk is treated separately.
     """
 
     def __init__(self, options: TileSkipOptions) -> None:
@@ -113,7 +114,7 @@ class TileSkipSelector:
 
 
 def skipped(x: AttentionInput, mask: TileMask, saved_BH: torch.Tensor) -> TileMask:
-    """Drop the `saved_BH` tiles of lowest score, rounded down. Block 0 and the diagonal stay."""
+    """Drop the `saved_BH` (rounded down) tiles with the lowest scores. Block 0 and the diagonal stay."""
     assert mask.score_BHNM is not None
     other_BHN = (mask.count_BHN.double() - 2).clamp(min=0)
     share_BH = (saved_BH / other_BHN.sum(2).clamp(min=1)).clamp(max=1.0)

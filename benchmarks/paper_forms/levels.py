@@ -1,5 +1,5 @@
-"""Writes thresholds to a profile that `benchmarks.accuracy --profile` and the service read, and what the
-commands that find them share."""
+"""Shared parts of the scripts that calibrate thresholds: arguments, and writing thresholds to a profile for
+`benchmarks.accuracy --profile` and the service."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model_parser_of(description: str, questions: int = 16) -> argparse.ArgumentP
 
 
 def levels_parser_of(description: str, method: str) -> argparse.ArgumentParser:
-    """Make a parser that also takes a method and the profile for its levels."""
+    """Make a parser like `model_parser_of`, with arguments for the method and the profile to write."""
     parser = model_parser_of(description)
     parser.add_argument("--method", default=method, help="with options, such as xattention_paper:stride=16")
     parser.add_argument("--profile", type=Path, required=True, help="levels are added, or it is written")
@@ -61,7 +61,7 @@ def model_of(arguments: argparse.Namespace) -> ModelSpec:
 
 
 def method_of(arguments: argparse.Namespace) -> MethodSpec:
-    """Return the method with min_tokens 0."""
+    """Return the method of the arguments, with min_tokens 0."""
     load(METHODS)
     given = parse_method(arguments.method)
     return method_spec(given.name, {**given.values, "min_tokens": 0})
@@ -80,7 +80,7 @@ def level_of(
     method: MethodSpec,
     thresholds: Sequence[Sequence[float]],
 ) -> Level:
-    """Make a level of these thresholds. Its density is measured on the documents."""
+    """Make a profile level from thresholds. Its density is measured on the documents."""
     density = round(realised(stack, documents, method, thresholds), 4)
     amounts = tuple(tuple(row) for row in thresholds)
     tokens = max(len(document.ids) for document in documents)
@@ -88,7 +88,8 @@ def level_of(
 
 
 def write_profile(arguments: argparse.Namespace, method: MethodSpec, levels: Sequence[Level]) -> None:
-    """Add the levels to the profile, or create it. Raises ProfileError if it is another model's."""
+    """Add levels to the profile, which is created if missing. Raises ProfileError if it is another
+    model's."""
     model, texts = model_of(arguments), [path.read_text(encoding="utf-8") for path in arguments.text]
     made = MethodLevels(method=method.name, options=shaping_options(method), levels=tuple(levels))
     described = ProfiledModel(name=arguments.model, digest=model_digest(model))

@@ -1,4 +1,4 @@
-"""Registers the forms. Free of torch."""
+"""Registers the methods of this package. It must not import torch, because the front door may import it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SPARSE = "deltafront.kernels.attention.block_sparse:BlockSparseBackend"
 
 @dataclass(frozen=True)
 class PhaseOptions:
-    """Delta-KV in the two phases of its kernel (DeltaAttention, section 4.1.4); packed rows are anchors'.
+    """Options of Delta-KV in two phases (DeltaAttention, section 4.1.4). Packed rows are the anchors' own.
 
     Raises:
-        KernelInputError: neither phase is left.
+        KernelInputError: Both phases are switched off.
     """
 
     counts: bool = option(True, 0, 1, "weigh an anchor by the length of its run (Table 4)")
@@ -41,7 +41,7 @@ class PhaseOptions:
 
 @dataclass(frozen=True)
 class DeltaKVThesisOptions(PhaseOptions):
-    """Anchors of similar keys, in chunks of 512 (DeltaAttention, section 4.1.1)."""
+    """Anchors by similarity, in chunks of 512 keys (DeltaAttention, section 4.1.1)."""
 
     cos: float = option(0.83, -1.0, 1.0, "cosine at or above which a key joins its anchor's run")
     distance: float = option(
@@ -58,7 +58,7 @@ class DeltaKVPeriodicOptions(PhaseOptions):
 
 @dataclass(frozen=True)
 class DeltaKVRandomOptions(PhaseOptions):
-    """Anchors by chance (DeltaAttention, Table 7)."""
+    """Random anchors (DeltaAttention, Table 7)."""
 
     keep: float = option(0.5, 0.01, 1.0, "share of the keys that are anchors")
     seed: int = option(0, 0, 1 << 30, "of the choice, with the layer's number")
@@ -80,13 +80,13 @@ register(
 
 @dataclass(frozen=True)
 class AllPackedOptions(RunOptions, AntidiagonalOptions):
-    """Every tile packed, the diagonal too (DeltaAttention, Table 8)."""
+    """XAttention's tiles, all packed, even the diagonal (DeltaAttention, Table 8)."""
 
 
 @dataclass(frozen=True)
 class TileSkipOptions(DeltaXAttentionOptions):
-    """XAttention without its lesser tiles, as many as `delta_xattention` with these options saves keys
-    (DeltaAttention, section 4.2.2)."""
+    """XAttention without its lowest-scored tiles. It drops the number of tiles that `delta_xattention` with
+    these options would save (DeltaAttention, section 4.2.2)."""
 
     skip: float = option(0.0, 0.0, 1.0, "share of the keys to save; 0: what packing would save")
 
@@ -103,7 +103,7 @@ register(
 
 @dataclass(frozen=True)
 class XAttentionPaperOptions(AntidiagonalOptions):
-    """XAttention's ablations. Levels are thresholds of all mass, as in the paper."""
+    """XAttention's ablations. Thresholds of levels include sink and window in the mass, as in the paper."""
 
     levels_outside: ClassVar[bool] = False
     pattern: int = option(0, 0, 2, "pairs in a cell: 0 antidiagonal, 1 diagonal, 2 random", (0, 1, 2))
@@ -113,9 +113,8 @@ class XAttentionPaperOptions(AntidiagonalOptions):
 
 @dataclass(frozen=True)
 class ThesisAnchorsOptions(ScoredOptions):
-    """DPXA as in DeltaAttention, section 4.3. Every anchor of q and k is kept and counts once. A query
-    block's scores are divided by one common sum. Levels are thresholds of all mass, by each head's
-    coverage."""
+    """DPXA as in DeltaAttention, section 4.3. Every anchor of q and k is kept and has weight 1. All scores of
+    a query block are divided by one sum. Thresholds of levels include sink and window in the mass."""
 
     levels_outside: ClassVar[bool] = False
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
@@ -123,7 +122,8 @@ class ThesisAnchorsOptions(ScoredOptions):
 
 @dataclass(frozen=True)
 class NaiveCellsOptions(ScoredOptions):
-    """Every n-th row of q and k, cells as `dpxa_thesis` adds them (DeltaAttention, section 4.3)."""
+    """Scores like `dpxa_thesis`, but from every n-th row of q and k (ablation of DeltaAttention, section
+    4.3)."""
 
     every: int = option(3, 1, 64, "every n-th row of q and k is scored")
 
@@ -145,12 +145,12 @@ register(
 
 @dataclass(frozen=True)
 class BlockPoolOptions(ScoredOptions):
-    """Block means, which score MInference's block-sparse heads (Jiang et al. 2024, Algorithm 3)."""
+    """Scores from block means, as for MInference's block-sparse heads (Jiang et al. 2024, Algorithm 3)."""
 
 
 @dataclass(frozen=True)
 class BlockTopOptions(BlockPoolOptions):
-    """MInference's block-sparse heads (Jiang et al. 2024, Algorithm 3), for every head. The paper keeps 100
+    """MInference's block-sparse pattern (Jiang et al. 2024, Algorithm 3) in every head. The paper keeps 100
     blocks of 64 tokens."""
 
     top: int = option(50, 1, 1 << 16, "blocks of 128 tokens of a row, beside sink and window")
@@ -158,7 +158,7 @@ class BlockTopOptions(BlockPoolOptions):
 
 @dataclass(frozen=True)
 class SpargeOptions:
-    """SpargeAttn's first stage, training-free (Zhang et al. 2025, section 3.2); its code's values."""
+    """SpargeAttn's first stage (Zhang et al. 2025, section 3.2). Defaults are those of the authors' code."""
 
     tau: float = option(0.98, 0.01, 1.0, "mass of the compressed attention up to which blocks are kept")
     theta: float = option(0.6, -1.0, 1.0, "mean cosine within a block up to which it is never skipped")

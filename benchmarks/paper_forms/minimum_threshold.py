@@ -1,16 +1,17 @@
-"""XAttention's search for minimum thresholds by the model's own performance (Xu et al. 2025, section 2.3).
+"""XAttention's search for each head's minimum threshold by the model's performance (Xu et al. 2025, section
+2.3).
 
     python -m deltafront.benchmarks.paper_forms.minimum_threshold --method xattention_paper:stride=16 \
         --density 0.1 0.2 --text FILE [FILE …] --tokens 8192 --profile OUT
     python -m deltafront.benchmarks.accuracy --profile OUT --methods xattention_paper:density=DENSITY …
 
-P(h, m) is the performance of the model when the threshold of its h-th head alone is adjusted m times, each
-time by 0.9, from 0.9: here the mean log-probability of the right answers' tokens, the whole document and its
-questions read with the method. It is measured after 4, 8, 16 and 24 adjustments; between them it is linear.
-The paper's table then takes the adjustments that cost least. `deltafront calibrate --allocation threshold`
-fills the same table from errors of heads' outputs instead.
+P(h, m) is the model's performance after only the threshold of head h was adjusted m times: it begins at 0.9,
+and an adjustment multiplies it by 0.9. Performance is the mean log-probability of the right answers' tokens,
+with document and questions prefilled by the method. It is measured after 4, 8, 16 and 24 adjustments and
+interpolated between them. The paper's dynamic program then chooses the adjustments that cost least
+performance. `deltafront calibrate --allocation threshold` runs the same program on errors of heads' outputs.
 
-Shape suffixes as in `kernels.interface`; L layers, I thresholds.
+Shape suffixes are those of `kernels.interface`; L layers, I thresholds.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
 
 MEASURED = (24, 16, 8, 4, 0)
-"""Adjustments after which the model is measured; thresholds ascend."""
+"""Numbers of adjustments after which the model is measured, so that thresholds ascend."""
 QUOTAS = tuple(START * FACTOR**count for count in MEASURED)
 
 
 class Performance:
-    """One document. Each layer's inputs are kept from a pass with no head adjusted, so that a changed
-    head costs a pass through its layer and those after it.
+    """Measures the model's performance on one document. It keeps each layer's inputs of the unadjusted model,
+    so that measuring a changed head runs only the head's layer and later layers.
 
     Raises ValueError for a document without questions.
     """
@@ -76,7 +77,7 @@ class Performance:
 
     @torch.inference_mode()
     def adjusted(self, layer: int, head: int, quota: float) -> float:
-        """The performance with this head's threshold alone changed."""
+        """Return the performance with only this head's threshold changed."""
         method = self._with({(layer, head): quota})
         hook = partial(_attend, method)
         behind = range(layer, self._stack.layers.stop)
@@ -98,7 +99,7 @@ def _attend(method: Attention, layer: int, x: AttentionInput) -> torch.Tensor:
 
 
 def densities(x: AttentionInput, method: MethodSpec, layer: int) -> torch.Tensor:
-    """density_HI of a layer's heads at QUOTAS, float64, on the CPU."""
+    """Compute float64 density_HI of a layer's heads at the thresholds QUOTAS, on the CPU."""
     selector, kept = selector_of(method), []
     for quota in QUOTAS:
         selector.thresholds = lambda _layer, _tokens, quota=quota: [quota] * x.q_BHTD.shape[1]
@@ -108,7 +109,7 @@ def densities(x: AttentionInput, method: MethodSpec, layer: int) -> torch.Tensor
 
 
 def head_losses(measured: Sequence[Performance], layers: int, heads: int) -> torch.Tensor:
-    """loss_HI over all layers' heads: performance without adjustments less that with one head's, float64."""
+    """Compute float64 loss_HI for the heads of all layers: the performance lost by adjusting one head."""
     rows = []
     for layer in range(layers):
         for head in range(heads):

@@ -1,4 +1,7 @@
-"""The forms by their definitions, one row or one tile at a time. Shape suffixes as in `kernels.interface`."""
+"""Oracles: the methods of this package by their definitions, one row or tile at a time.
+
+Shape suffixes are those of `kernels.interface`.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ def phased_attention(
     history: bool = True,
     diagonal: bool = True,
 ) -> torch.Tensor:
-    """Delta-KV of one head as its section 4.1.4 tells it, row by row. fp32.
+    """Compute Delta-KV of one head row by row (DeltaAttention, section 4.1.4). Return fp32.
 
-    starts: positions of the anchors. Each packed key is its anchor's, taken once for each row of its run up
-    to the query (or, without counts, once).
+    starts: Positions of the anchors. An anchor stands for each key of its run up to the query; without
+    counts, for one key.
     """
     q, k, v = x.q_BHTD[0, 0].double(), x.k_BGSD[0, 0].double(), x.v_BGSD[0, 0].double()
     timestamps = [stop - 1 for stop in [*starts[1:], k.shape[0]]]
@@ -49,9 +52,10 @@ def phased_attention(
 def all_packed(
     x: AttentionInput, starts: list[list[int]], kept_HNM: torch.Tensor, *, means: bool
 ) -> torch.Tensor:
-    """Attention over kept tiles, each key and value its run's anchor's or mean, row by row. fp32.
+    """Compute attention over kept tiles row by row, with each key and value replaced by its run's anchor or
+    mean. Return fp32.
 
-    starts: of each key head, positions of the anchors; runs never cross a tile.
+    starts: Positions of each key head's anchors. Runs do not cross tiles.
     """
     out_BHTD = torch.zeros(x.q_BHTD.shape)
     for h in range(x.q_BHTD.shape[1]):
@@ -70,8 +74,11 @@ def all_packed(
 
 
 def skipped_tiles(scores: list[list[float]], saved: float) -> list[set[int]]:
-    """XAttention's lists of one head (scores, block 0 first, the diagonal last) without `saved` tiles: each
-    row loses its least others, as many as its part of all, parts added up from the first row on."""
+    """Drop `saved` tiles of one head in proportion to each row's tiles, rounded so that the total is right. A
+    row loses its tiles with the lowest scores.
+
+    scores: Scores of each row's kept tiles. Block 0 is first and the diagonal last; both stay.
+    """
     others = [max(0, len(row) - 2) for row in scores]
     share, passed, gone = min(1.0, saved / max(1, sum(others))), 0, 0
     kept = []
@@ -85,10 +92,11 @@ def skipped_tiles(scores: list[list[float]], saved: float) -> list[set[int]]:
 
 
 def cells(x: AttentionInput, rows: list[list[int]], keys: list[list[int]]) -> torch.Tensor:
-    """DeltaAttention, section 4.3: cell by cell, one sum a query block.
+    """Score tiles from pairs of sampled rows and keys (DeltaAttention, section 4.3). All scores of a query
+    block are divided by one sum.
 
     Args:
-        rows, keys: The rows of the chunk and the keys that are scored, of each (batch, head).
+        rows, keys: Sampled rows of the chunk, and sampled keys, for each (batch, head).
     """
     batch, heads = x.q_BHTD.shape[:2]
     score_BHNM = torch.zeros(batch, heads, x.query_blocks, x.key_blocks, dtype=torch.float64)
@@ -104,7 +112,8 @@ def cells(x: AttentionInput, rows: list[list[int]], keys: list[list[int]]) -> to
 
 
 def sparge_tiles(x: AttentionInput, tau: float, theta: float) -> list[list[set[int]]]:
-    """SpargeAttn, section 3.2: of each head and query block the tiles kept, sink and diagonal among them."""
+    """Return the tiles that SpargeAttn (section 3.2) keeps, by head and query block, with sink and
+    diagonal."""
 
     def blocks_of(rows: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.split(rows.double(), BLOCK))
@@ -140,8 +149,11 @@ def smoothed_rows(
     linear: bool = False,
     numbers: tuple[float, float, float] = (1.0, 0.0, 0.0),
 ) -> torch.Tensor:
-    """Δ Attention's appendix J from one head's rows, of which every `gamma`-th is dense: interpolation
-    (`linear`), else Algorithm 2 with its α, β and γ as `numbers`, row by row. fp32."""
+    """Correct one head's sparse rows by smoothed differences (Δ Attention, appendix J). Every `gamma`-th row
+    gives a difference. Return fp32.
+
+    linear: Interpolate the differences. Otherwise apply Algorithm 2, with α, β and γ in `numbers`.
+    """
     terms = [(dense_TD[row] - sparse_TD[row]).double() for row in range(0, len(sparse_TD), gamma)]
     alpha, beta, acceleration = numbers
     p, v, a = terms[0], torch.zeros_like(terms[0]), torch.zeros_like(terms[0])

@@ -1,13 +1,14 @@
-"""Compares our selections with those of the authors' own code, row by row, on the same inputs.
+"""Compares our selections with those of the papers' code, row by row, on the same inputs.
 
     TRITON_INTERPRET=1 python -m deltafront.benchmarks.paper_forms.parity FOLDER       # without a GPU
     python -m deltafront.benchmarks.paper_forms.parity FOLDER --tokens 16384           # with one
 
-FOLDER holds checkouts by their own names, those that are there are compared: x-attention (mit-han-lab),
-FlexPrefill (bytedance), SpargeAttn (thu-ml), Quest (mit-han-lab), DELTA (hoenza). Prints for each: rows that
-are the same, of the others' entries the share that both keep, and how many entries each keeps.
-docs/methods.md names the differences.
-Shape suffixes as in `kernels.interface`.
+FOLDER contains any of these checkouts: x-attention (mit-han-lab), FlexPrefill (bytedance), SpargeAttn
+(thu-ml), Quest (mit-han-lab), DELTA (hoenza). For each the script prints the number of identical rows, the
+share of entries in other rows that both keep, and the number of entries that each keeps. docs/methods.md
+explains the differences.
+
+Shape suffixes are those of `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ def x_attention(folder: Path, x: AttentionInput) -> Iterator[Compared]:
 
 
 def as_x_attention(x: AttentionInput, stride: int, tau: float) -> Rows:
-    """XAttention with what its code does otherwise, for a prompt in one chunk: cells on the diagonal count
-    keys after their queries, and a row keeps one tile more than the fewest, since the diagonal is not counted
-    before the second."""
+    """Select tiles like XAttention's code, for a prompt in one chunk. It differs from the paper in two ways:
+    cells on the diagonal include keys after their queries, and a row keeps one tile more than its threshold
+    needs."""
     q, k = repeated(x)
     groups = q.shape[2] // stride
     q_HIF = q[0].reshape(q.shape[1], groups, -1).float()
@@ -83,7 +84,7 @@ def as_x_attention(x: AttentionInput, stride: int, tau: float) -> Rows:
 
 def flex_prefill(folder: Path, x: AttentionInput) -> Iterator[Compared]:
     rearrange = mock.MagicMock()
-    rearrange.rearrange = lambda t, _pattern: t.flatten(1, 2)  # "b h g i j -> b (h g) i j", all that is asked
+    rearrange.rearrange = lambda t, _pattern: t.flatten(1, 2)  # "b h g i j -> b (h g) i j", the only pattern
     with mock.patch.dict(sys.modules, {"einops": rearrange}):
         module = file_module(folder / "flex_prefill" / "ops" / "flex_prefill_attention.py")
     q, k, v = (t.transpose(1, 2).contiguous() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD))
@@ -117,7 +118,7 @@ def sparge_attn(folder: Path, x: AttentionInput) -> Iterator[Compared]:
 
 
 def quest(folder: Path, x: AttentionInput) -> Iterator[Compared]:
-    """Their pages for the last query; ours force the page being written, which theirs do not."""
+    """Compare the pages of the last query. Ours always keep the page being written, theirs do not."""
     packages = ("transformers.models.llama.modeling_llama", "transformers.cache_utils")
     with without("transformers", *packages, "transformers.models.mistral.modeling_mistral"):
         module = file_module(folder / "evaluation" / "quest_attention.py")
@@ -136,7 +137,8 @@ def quest(folder: Path, x: AttentionInput) -> Iterator[Compared]:
 
 
 def delta(folder: Path, x: AttentionInput) -> Iterator[Compared]:
-    """Pages of one request, with natural logarithms, which their kernel's name for its factor suggests."""
+    """Compare the pages of one request, assuming natural logarithms as the factor's name in their kernel
+    says."""
     parts = folder / "DELTA" / "Engine" / "DELTA"
     scores, selector_of = file_module(parts / "page_score.py"), file_module(parts / "page_selector.py")
     q_HD, k_SHD = x.q_BHTD[0, :, -1].float(), repeated(x)[1][0].transpose(0, 1).float()

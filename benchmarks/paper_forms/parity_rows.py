@@ -1,7 +1,7 @@
-"""Rows of two selections, and what every comparison with the authors' code needs. See `parity`.
+"""Helpers of `parity`: compare rows of two selections, and load the papers' code.
 
-Their modules are loaded file by file, and packages that only their other parts need are replaced by empty
-ones. Shape suffixes as in `kernels.interface`.
+Modules are loaded file by file. Packages that only other parts of the code need are replaced by empty
+modules. Shape suffixes are those of `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ Rows = list[set[int]]
 
 @dataclass(frozen=True)
 class Compared:
-    """name: what was compared. same, rows: rows alike, and all. shared: of what either keeps in rows that
-    differ, the share that both keep. ours, theirs: entries of all rows."""
+    """The result of a comparison.
+
+    Attributes:
+        same, rows: Number of identical rows, and of all rows.
+        shared: Share of the entries in different rows that both keep.
+        ours, theirs: Number of entries kept in all rows.
+    """
 
     name: str
     same: int
@@ -40,7 +45,7 @@ class Compared:
 
 
 def compared(name: str, ours: Rows, theirs: Rows) -> Compared:
-    """Raises ValueError for different numbers of rows."""
+    """Compare two selections. Raises ValueError if they have different numbers of rows."""
     differ = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
     either = sum(len(a | b) for a, b in differ)
     both = sum(len(a & b) for a, b in differ)
@@ -53,7 +58,7 @@ def rows_of(kept_HNM: torch.Tensor) -> Rows:
 
 
 def ours(x: AttentionInput, name: str, **options: float) -> Rows:
-    """Tiles of our method, by head and query block."""
+    """Return the tiles that our method keeps, by head and query block."""
     spec = method_spec(name, options)
     selector_path = registered(spec).selector
     assert selector_path is not None
@@ -63,14 +68,14 @@ def ours(x: AttentionInput, name: str, **options: float) -> Rows:
 
 @contextmanager
 def without(*packages: str) -> Iterator[None]:
-    """Empty modules of these names, so that a file can be imported whose other parts need them."""
+    """Replace packages by empty modules, so that a file that imports them can be loaded without them."""
     with mock.patch.dict(sys.modules, {name: mock.MagicMock(name=name) for name in packages}):
         yield
 
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Code that moves tensors to "cuda" leaves them where they are if there is none."""
+    """Without a GPU, let code that moves tensors to "cuda" leave them on the CPU."""
     if torch.cuda.is_available():
         yield
         return
@@ -94,5 +99,5 @@ def file_module(path: Path) -> ModuleType:
 
 
 def repeated(x: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k with a key head for each query head: their code takes no groups."""
+    """Return q, and k repeated for each query head, because the papers' code does not support GQA."""
     return x.q_BHTD, x.k_BGSD.repeat_interleave(x.group, dim=1)

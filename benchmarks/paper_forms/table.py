@@ -1,6 +1,6 @@
-"""Forms of the papers at 130,500 tokens, on the same 21 documents: docs/methods.md.
+"""Makes the table of docs/methods.md: the papers' methods at 130,500 tokens, on the same 21 documents.
 
-The rows come from three files of results, of which each has dense attention of its own.
+The rows come from three results files, each with its own measurement of dense attention.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ ROWS: Sequence[tuple[str, str, int, str]] = (
     ("MInference", "A-shape for every head", FORMS, "streaming:sink=1024,window=4096"),
     ("FlexPrefill", "lines of blocks", FORMS, "flex"),
 )
-"""Paper, form, which of SOURCES, and the row's case there."""
+"""Paper, method, index of the results file in SOURCES, and the row's case there."""
 CASES_TODAY = {"delta_xattention:share=0.07": "delta_xattention:share=0.07,means=1"}
-"""The cases that ask for the same today, where a default has changed."""
+"""Old cases whose default has changed since, with the case that computes the same today."""
 NO_KERNELS = ("xattention_paper", "streaming_smoothed")
-"""Their times in the results are not those of a method with kernels of its own."""
+"""Methods without kernels. The table omits their times."""
 
 
 def forms(*sources: Result) -> str:
-    """SOURCES in their order."""
+    """Make the table from the results of SOURCES, in their order."""
     of = [{row["case"]: row for row in source["rows"] if row["task"] == "needles"} for source in sources]
     answers = "needles over dense's, 95% over documents"
     header = ("paper", "form", "density", "KL", answers, "time over dense's", "run")
@@ -82,6 +82,6 @@ def forms(*sources: Result) -> str:
 
 
 def _time(row: Result, dense: Result) -> str:
-    """Divide the time of selection and attention in all layers by dense attention's."""
+    """Divide the time of selection and attention in all layers by the time of dense attention."""
     name = row["case"].partition(":")[0]
     return "left out" if name in NO_KERNELS else f"{row['ms'] / dense['ms']:.2f}"

@@ -1,6 +1,6 @@
-"""Ranks tiles by scores that the service does not have, in torch on any device.
+"""Selectors that rank tiles by scores which the service does not have, in torch on any device.
 
-Shape suffixes as in `kernels.interface`; I, J groups of rows and of keys, S rows of a group.
+Shape suffixes are those of `kernels.interface`; I, J groups of rows and of keys, S rows of a group.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState
 
 SLAB = 16
-"""Query blocks that are scored at once, so that a head's logits of a long prompt fit in GPU memory."""
+"""Number of query blocks that are scored at once, so that a head's logits of a long prompt fit GPU memory."""
 
 
 class TorchSelector(ScoredSelector):
-    """Scores tiles in torch on any device. On a GPU only the rule is a kernel."""
+    """Scores tiles in torch on any device. On a GPU only the selection rule is a kernel."""
 
     def kernel_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         return self.cpu_scores(x, state, phase)
@@ -43,7 +43,7 @@ class TorchSelector(ScoredSelector):
 
 
 class HeadSelector(TorchSelector):
-    """Scores each head by itself, slab by slab."""
+    """Scores one head after the other, in slabs of query blocks."""
 
     def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         with phase("scoring"):
@@ -63,8 +63,8 @@ class HeadSelector(TorchSelector):
 
 
 class PairedSelector(HeadSelector):
-    """XAttention with other pairs of rows in a cell, other strides, or a fixed number of tiles. The served
-    selector scores the paper's own pairs."""
+    """XAttention with other pairs of rows in a cell, other strides, or a fixed number of tiles. Antidiagonal
+    pairs are scored by the service's selector."""
 
     name = "xattention_paper"
 
@@ -94,7 +94,7 @@ class PairedSelector(HeadSelector):
 
 
 def pairs_of(options: XAttentionPaperOptions) -> list[int]:
-    """Return the key of its group that each row of a group is multiplied with."""
+    """Return, for each row of a query group, the index of the key in a key group that it is paired with."""
     stride = options.stride
     if options.pattern == 2:
         return torch.randperm(stride, generator=torch.Generator().manual_seed(options.seed)).tolist()
@@ -104,7 +104,7 @@ def pairs_of(options: XAttentionPaperOptions) -> list[int]:
 def paired_scores(
     q_TD: torch.Tensor, k_SD: torch.Tensor, start: int, scale: float, order: Sequence[int], blocks: int
 ) -> torch.Tensor:
-    """Return float32 score_NM of rows from position `start` on: `antidiagonal.cpu_scores` with any pairs."""
+    """Compute `antidiagonal.cpu_scores` with any pairs: float32 score_NM of rows from position `start` on."""
     stride, dim = len(order), q_TD.shape[1]
     device, per_block = q_TD.device, BLOCK // stride
     q_ISD = _whole_blocks(q_TD).view(-1, stride, dim)
@@ -127,7 +127,7 @@ def _whole_blocks(x_SD: torch.Tensor) -> torch.Tensor:
 
 
 def top_tiles(score_BHNM: torch.Tensor, rule: Rule, first_block: int, count: int) -> TileMask:
-    """Keep sink, window and the `count` best other tiles of each row."""
+    """Keep sink, window and the `count` best other tiles of each query block."""
     rows, columns = score_BHNM.shape[2:]
     diagonal_N1 = torch.arange(rows, device=score_BHNM.device)[:, None] + first_block
     column_M = torch.arange(columns, device=score_BHNM.device)
@@ -139,7 +139,8 @@ def top_tiles(score_BHNM: torch.Tensor, rule: Rule, first_block: int, count: int
 
 
 class CellsSelector(HeadSelector):
-    """Sums exponentials of sampled rows against sampled keys by tile, normalised over a query block."""
+    """Sums exponentials of sampled rows against sampled keys in each tile, and normalises over a query
+    block."""
 
     @abstractmethod
     def sampled(self, x: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:

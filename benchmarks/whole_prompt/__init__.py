@@ -1,4 +1,4 @@
-"""Baselines that read a whole prompt at once, so the service cannot serve them: MInference and FlexPrefill.
+"""MInference and FlexPrefill, baselines that cannot prefill in chunks, so the service refuses them.
 
-Start at `methods.py`: it registers `vertical_slash` and `flex`. `line_selector.py` is what both share.
+Start at `methods.py`: it registers `vertical_slash` and `flex`. `line_selector.py` has their base class.
 """

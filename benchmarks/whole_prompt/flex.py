@@ -1,6 +1,5 @@
-"""FlexPrefill: query-aware or vertical-slash by head; a baseline, whole prompt only.
-
-Shape suffixes as in `kernels.interface`.
+"""FlexPrefill: each head uses a query-aware or a vertical-slash pattern. Suffixes are those of
+`kernels.interface`.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ from deltafront.kernels.interface import AttentionInput, KernelInputError, no_ph
 
 
 class FlexSelector(LineSelector):
-    """Algorithm 2: a head is query-aware where the square root of the Jensen-Shannon divergence (natural
-    logarithm) between the true block masses of the last 128 queries and those estimated from block means is
-    below tau. Algorithm 4: such a head keeps the heaviest tiles of its whole block-mean map until they hold
-    gamma of it. Algorithm 3: any other keeps the heaviest key blocks and bands of distances, each until
-    they hold gamma of the last queries' mass.
+    """Selects tiles by FlexPrefill.
+
+    Algorithm 2 compares the true block masses of the last 128 queries with an estimate from block means. A
+    head is query-aware if the square root of their Jensen-Shannon divergence (natural logarithm) is below
+    tau. A query-aware head keeps the heaviest tiles of its block-mean attention until they have the share
+    gamma of it (Algorithm 4). Other heads keep the heaviest key blocks and the heaviest bands of distances,
+    each until they have the share gamma of the last queries' mass (Algorithm 3).
     """
 
     name = "flex"
@@ -49,7 +50,7 @@ def choose(
     gamma: float,
     tau: float,
 ) -> torch.Tensor:
-    """bool_BHNM from the lines' masses and the block-mean map; plain torch on every device, no host sync."""
+    """Return bool_BHNM from the lines' masses and the block-mean scores, in torch, without a host sync."""
     true_BHM = vertical_BHM / vertical_BHM.sum(-1, keepdim=True)
     aware_BH11 = (js_distance(true_BHM, score_BHNM[:, :, -1]) < tau)[..., None, None]
     map_BHNM = heaviest_share(score_BHNM.flatten(2), gamma).view_as(score_BHNM)
@@ -58,13 +59,14 @@ def choose(
 
 
 def js_distance(p_BHM: torch.Tensor, q_BHM: torch.Tensor) -> torch.Tensor:
-    """Square root of the Jensen-Shannon divergence of two distributions over the last dimension."""
+    """Return the square root of the Jensen-Shannon divergence of two distributions over the last
+    dimension."""
     middle_BHM = (p_BHM + q_BHM) / 2
     total_BH = _divergence(p_BHM, middle_BHM) + _divergence(q_BHM, middle_BHM)
     return (total_BH / 2).clamp(min=0).sqrt()
 
 
 def _divergence(p_BHM: torch.Tensor, middle_BHM: torch.Tensor) -> torch.Tensor:
-    """Kullback-Leibler divergence, where 0 log 0 is 0."""
+    """Return the Kullback-Leibler divergence, with 0 log 0 = 0."""
     terms_BHM = torch.where(p_BHM > 0, p_BHM * (p_BHM / middle_BHM).log(), 0.0)
     return terms_BHM.sum(-1)

@@ -1,4 +1,4 @@
-"""The base of the two whole-prompt selectors. Shape suffixes as in `kernels.interface`."""
+"""Base class of both whole-prompt selectors. Suffixes are those of `kernels.interface`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from deltafront.kernels.selectors.rules import cpu, kernel
 
 
 class LineSelector(ABC):
-    """Tiles chosen from the attention of a prompt's last queries: the whole prompt in one call.
+    """Selects tiles of a whole prompt from the attention of its last queries, in one call.
 
-    scored_share is 0: only the prompt's last rows (and FlexPrefill's block means) are scored.
+    scored_share is 0, because only the prompt's last rows (and FlexPrefill's block means) are scored.
     """
 
     name: str
@@ -32,11 +32,11 @@ class LineSelector(ABC):
 
     @abstractmethod
     def cpu_kept(self, x: AttentionInput) -> torch.Tensor:
-        """bool_BHNM in plain torch; tiles after the diagonal are ignored."""
+        """Return bool_BHNM, the tiles to keep, in torch. Tiles after the diagonal are ignored."""
 
     @abstractmethod
     def kernel_kept(self, x: AttentionInput) -> torch.Tensor:
-        """The same on the GPU, without a host sync."""
+        """Compute `cpu_kept` on the GPU, without a host sync."""
 
     def select(self, x: AttentionInput, state: object, phase: Phase) -> TileMask:
         self._check(x)

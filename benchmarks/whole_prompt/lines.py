@@ -1,8 +1,8 @@
-"""Vertical and slash lines, as blocks of them, from the attention of a prompt's last queries.
+"""Finds the heaviest vertical and slash lines in the attention of a prompt's last queries.
 
-Shape suffixes as in `kernels.interface`; L the last queries. Both
-papers keep single lines (columns, diagonals); tiles of 128 x 128 cannot, so a line here is a key block, or
-a band of 128 diagonals, which crosses two tiles of a row.
+Both papers keep single columns and diagonals. Tiles of 128 x 128 cannot, so a line here is a key block, or a
+band of 128 diagonals, which crosses two tiles of a query block. Shape suffixes are those of
+`kernels.interface`; L last queries.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.selectors.rules.rule import Rule
 
 KEPT = Rule("cumulative", 0.5, outside=True)
-"""Keeps the ones of a row of ones and zeros: equal scores are kept together."""
+"""A rule that keeps the ones in a row of ones and zeros, because equal scores are kept together."""
 
 
 def cpu_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`line_masses` of `last_attention`."""
+    """Compute `line_masses` of `last_attention`."""
     return line_masses(last_attention(x, queries))
 
 
 def last_attention(x: AttentionInput, queries: int) -> torch.Tensor:
-    """Attention of the last `queries` rows (fewer if there are not so many): float32 mass_BHLS."""
+    """Compute the attention weights of the last `queries` rows, or of all rows if fewer: float32
+    mass_BHLS."""
     batch, heads, rows, dim = x.q_BHTD.shape
     groups, keys = x.k_BGSD.shape[1:3]
     taken = min(queries, rows)
@@ -37,13 +38,14 @@ def last_attention(x: AttentionInput, queries: int) -> torch.Tensor:
 
 
 def line_masses(mass_BHLS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mass of each key block and of each band of distances 128 d .. 128 d + 127, both float32 (B, H, M)."""
+    """Return the mass of each key block and of each band of distances 128 d .. 128 d + 127, both float32
+    (B, H, M)."""
     vertical_BHS, slash_BHS = single_line_masses(mass_BHLS)
     return by_block(vertical_BHS), by_block(slash_BHS)
 
 
 def single_line_masses(mass_BHLS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mass of each key and of each distance from a query, both float32 (B, H, S)."""
+    """Return the mass of each key and of each distance between query and key, both float32 (B, H, S)."""
     batch, heads, taken, keys = mass_BHLS.shape
     slash_BHS = torch.zeros((batch, heads, keys), device=mass_BHLS.device)
     for row in range(taken):
@@ -58,7 +60,8 @@ def by_block(mass_BHS: torch.Tensor) -> torch.Tensor:
 
 
 def heaviest(mass_BHM: torch.Tensor, lines: int) -> torch.Tensor:
-    """bool_BHM: the blocks that `lines` lines fill, heaviest first, of equals the first."""
+    """Mark the heaviest blocks, lines / 128 of them, rounded up: bool_BHM. Among equal blocks the first
+    wins."""
     order_BHM = mass_BHM.sort(dim=-1, descending=True, stable=True).indices
     return torch.zeros_like(mass_BHM, dtype=torch.bool).scatter_(
         -1, order_BHM[..., : -(-lines // BLOCK)], True
@@ -66,10 +69,12 @@ def heaviest(mass_BHM: torch.Tensor, lines: int) -> torch.Tensor:
 
 
 def heaviest_share(mass_BHX: torch.Tensor, share: float) -> torch.Tensor:
-    """bool_BHX: the fewest entries of the last dimension that hold `share` of its sum, of equals the first.
+    """Mark the fewest entries of the last dimension that have `share` of its sum: bool_BHX. Among equal
+    entries the first wins. A share of 1 keeps all entries.
 
-    A share of 1 keeps everything. It sorts: `rules` bisects, but row by row and with the forced tiles counted
-    in, while FlexPrefill's map is one row of N x M; 25 bytes an entry, 0.8 GB for 32 heads of 131,072 tokens.
+    This sorts. `selectors.rules` does not fit, since it bisects each query block and adds forced tiles, while
+    FlexPrefill ranks all N x M tiles together. Sorting takes 25 bytes an entry: 0.8 GB for 32 heads of
+    131,072 tokens.
     """
     if share >= 1.0:
         return torch.ones_like(mass_BHX, dtype=torch.bool)
@@ -80,7 +85,7 @@ def heaviest_share(mass_BHX: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def tiles_of_lines(vertical_BHM: torch.Tensor, band_BHM: torch.Tensor) -> torch.Tensor:
-    """bool_BHNM: tiles that a kept key block or a kept band crosses, for a whole prompt of M blocks."""
+    """Mark the tiles that a kept key block or band crosses: bool_BHNM of a whole prompt of M blocks."""
     blocks = vertical_BHM.shape[-1]
     block_M = torch.arange(blocks, device=vertical_BHM.device)
     distance_NM = block_M[:, None] - block_M
@@ -90,7 +95,8 @@ def tiles_of_lines(vertical_BHM: torch.Tensor, band_BHM: torch.Tensor) -> torch.
 
 
 def kept_scores(kept_BHNM: torch.Tensor) -> torch.Tensor:
-    """float32 score_BHNM of which KEPT makes the mask: the kept causal tiles, diagonal and sink."""
+    """Convert bool_BHNM to float32 scores, from which the rule KEPT keeps these causal tiles, diagonal and
+    sink."""
     score_BHNM = kept_BHNM.float()
-    score_BHNM[..., 0] = 1.0  # else a row that keeps nothing would be kept whole
+    score_BHNM[..., 0] = 1.0  # because the rule keeps all tiles of a row of zeros
     return score_BHNM

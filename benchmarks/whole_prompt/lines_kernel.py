@@ -1,9 +1,11 @@
-"""Masses of vertical and slash lines on the GPU, in two passes over the keys.
+"""Computes masses of vertical and slash lines on the GPU, in two passes over the keys.
 
-Shape suffixes as in `kernels.interface`; R the last query rows of a head, K the 128 keys of a block, C the
-splits of the keys, I the three bands of distance that a tile of R x 128 can touch. The first pass leaves
-every row's maximum and sum of exponentials per split, the second computes the logits again and adds up
-their weights; nothing of R x S is kept. See `lines.last_attention` and `lines.line_masses`.
+The first pass writes every row's maximum and sum of exponentials for each split of the keys. The second
+computes the logits again and adds up their weights, so no tensor of R x S is stored. `lines.last_attention`
+and `lines.line_masses` define the masses.
+
+Shape suffixes are those of `kernels.interface`; R last query rows of a head, K the 128 keys of a block, C
+splits of the keys, I the three bands of distance that a tile of R x 128 can cross.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -19,12 +21,13 @@ from deltafront.kernels.constants import BLOCK, LOG2E
 from deltafront.kernels.interface import AttentionInput, KernelInputError
 
 _SPLITS = 32
-"""Most programs per head: enough for 132 multiprocessors at 32 heads, few enough to merge in registers."""
+"""Maximum number of splits per head: enough for 132 multiprocessors at 32 heads, few enough to merge in
+registers."""
 
 
 @triton.jit
 def _last_rows(q_ptr, stride_qt, rows, keys, D: tl.constexpr, R: tl.constexpr):
-    """The last R rows of q and their positions; rows before the first are zeros at position -1."""
+    """Load the last R rows of q and their positions. Rows that do not exist are zeros at position -1."""
     row_R = rows - R + tl.arange(0, R)
     q_RD = tl.load(
         q_ptr + row_R[:, None].to(tl.int64) * stride_qt + tl.arange(0, D)[None, :],
@@ -36,7 +39,7 @@ def _last_rows(q_ptr, stride_qt, rows, keys, D: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _seen_logits(q_RD, k_ptr, stride_ks, key_K, position_R, keys, scale_log2, D: tl.constexpr):
-    """Logits times log2 e of the rows against one block of keys, -inf where the key comes after the row."""
+    """Compute logits times log2 e of the rows against one block of keys. Keys after the row get -inf."""
     k_KD = tl.load(
         k_ptr + key_K[:, None].to(tl.int64) * stride_ks + tl.arange(0, D)[None, :],
         mask=(key_K < keys)[:, None],
@@ -52,7 +55,8 @@ def _sums_kernel(
     group, rows, keys, per_split, scale_log2,
     D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head and split: each row's maximum (-inf where it sees no key), and its sum of exponentials."""
+    """For one head and split, compute each row's maximum (-inf if all keys are masked) and sum of
+    exponentials."""
     lane = tl.program_id(0)
     batch = (lane // heads).to(tl.int64)
     head = (lane % heads).to(tl.int64)
@@ -80,10 +84,10 @@ def _masses_kernel(
     stride_kg, stride_ks, heads, group, rows, keys, per_split, first_band, scale_log2,
     D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head and split: the mass of each of its key blocks, whole and by band.
+    """For one head and split, compute the mass of each key block, in total and by band.
 
-    first_band: the nearest band that tiles of block 0 can touch; each block further on touches one nearer.
-    band_ptr holds three planes of M, so that no two programs add to one place.
+    first_band: The nearest band that tiles of block 0 can cross. It is one less for each later block.
+    band_ptr has three planes of M numbers, so that no two programs write to the same place.
     """
     lane = tl.program_id(0)
     batch = (lane // heads).to(tl.int64)
@@ -109,7 +113,7 @@ def _masses_kernel(
         logit_RK = _seen_logits(q_RD, k_ptr, stride_ks, key_K, position_R, keys, scale_log2, D)
         mass_RK = tl.exp2(logit_RK - m_R[:, None]) * inverse_R[:, None]
         nearest = first_band - block
-        past_RK = position_R[:, None] - key_K[None, :] - nearest * BLOCK  # 0 .. 3 * BLOCK - 1 where seen
+        past_RK = position_R[:, None] - key_K[None, :] - nearest * BLOCK  # 0 .. 3 * BLOCK - 1 if not masked
         near = tl.sum(tl.sum(tl.where(past_RK < BLOCK, mass_RK, 0.0), axis=1), axis=0)
         far = tl.sum(tl.sum(tl.where(past_RK >= 2 * BLOCK, mass_RK, 0.0), axis=1), axis=0)
         between_RK = (past_RK >= BLOCK) & (past_RK < 2 * BLOCK)
@@ -121,7 +125,7 @@ def _masses_kernel(
 
 
 def kernel_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lines.cpu_line_masses` of the last queries: by key block and by band, both float32 (B, H, M)."""
+    """Compute `lines.cpu_line_masses` on the GPU: masses by key block and by band, both float32 (B, H, M)."""
     if queries not in (64, 128):
         raise KernelInputError(f"line masses are of the last 64 or 128 queries, not {queries}")
     batch, heads, rows, dim = x.q_BHTD.shape

@@ -1,4 +1,4 @@
-"""Registers the baselines. Free of torch."""
+"""Registers the baselines of this package. It must not import torch, because the front door may import it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _SPARSE = "deltafront.kernels.attention.block_sparse:BlockSparseBackend"
 
 @dataclass(frozen=True)
 class VerticalSlashOptions:
-    """MInference (Jiang et al. 2024), Algorithm 2, with budgets in lines filled by blocks of 128 lines."""
+    """MInference (Jiang et al. 2024), Algorithm 2. Budgets are numbers of lines and are rounded up to blocks
+    of 128 lines."""
 
     verticals: int = option(1000, 1, 1 << 16, "vertical lines kept")
     slashes: int = option(4096, 1, 1 << 16, "slash lines kept")

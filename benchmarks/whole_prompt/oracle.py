@@ -1,4 +1,7 @@
-"""The baselines by their definitions, pair by pair. Shape suffixes as in `kernels.interface`."""
+"""Oracles: the baselines by their definitions, one pair of query and key at a time.
+
+Shape suffixes are those of `kernels.interface`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from deltafront.tests.reference.selection import pooled_scores
 
 
 def line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mass of each key block, and of each band of 128 distances, in the attention of the last queries (fewer
-    where there are not so many), pair by pair: both float64 (B, H, M)."""
+    """Compute the mass of each key block and of each band of 128 distances in the attention of the last
+    `queries` queries, or of all if fewer: both float64 (B, H, M)."""
     batch, heads, rows, _ = x.q_BHTD.shape
     vertical = torch.zeros(batch, heads, x.key_blocks, dtype=torch.float64)
     band = torch.zeros_like(vertical)
@@ -33,8 +36,8 @@ def line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Te
 
 
 def flex_tiles(x: AttentionInput, gamma: float, tau: float) -> list[list[set[int]]]:
-    """FlexPrefill of one whole prompt: of each head and query block, the tiles kept, the diagonal and the
-    sink among them (Algorithms 2-4, see `flex.FlexSelector`)."""
+    """Return the tiles that FlexPrefill (Algorithms 2-4, `flex.FlexSelector`) keeps of a whole prompt, by
+    head and query block, with diagonal and sink."""
     vertical, band = line_masses(x, BLOCK)
     scores = pooled_scores(x)
     found = []
@@ -58,7 +61,7 @@ def flex_tiles(x: AttentionInput, gamma: float, tau: float) -> list[list[set[int
 
 
 def vertical_slash_tiles(x: AttentionInput, verticals: int, slashes: int) -> list[list[set[int]]]:
-    """MInference, Algorithm 2, of one whole prompt: as `flex_tiles`."""
+    """Return the tiles that MInference (Algorithm 2) keeps of a whole prompt, in the form of `flex_tiles`."""
     vertical, band = line_masses(x, 64)
     found = []
     for h in range(x.q_BHTD.shape[1]):
@@ -75,12 +78,12 @@ def vertical_slash_tiles(x: AttentionInput, verticals: int, slashes: int) -> lis
 
 
 def _ranked(mass: list[float]) -> list[int]:
-    """Places by mass, heaviest first, of equals the first."""
+    """Return indices sorted by mass, heaviest first. Among equal masses the lower index comes first."""
     return sorted(range(len(mass)), key=lambda place: (-mass[place], place))
 
 
 def _heaviest_share(mass: list[float], share: float) -> set[int]:
-    """The fewest places that hold `share` of the mass."""
+    """Return the fewest indices that together have `share` of the mass."""
     kept: set[int] = set()
     held = 0.0
     for place in _ranked(mass):

@@ -1,4 +1,4 @@
-"""MInference's vertical-slash pattern; a baseline, whole prompt only. Suffixes as in `kernels.interface`."""
+"""MInference's vertical-slash pattern. Suffixes are those of `kernels.interface`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LAST_QUERIES = 64
 
 
 class VerticalSlashSelector(LineSelector):
-    """The tiles of the heaviest lines of the last 64 queries' attention."""
+    """Keeps the tiles that the heaviest lines cross. Lines are ranked by the attention of the last 64
+    queries."""
 
     name = "vertical_slash"
 
@@ -31,5 +32,5 @@ class VerticalSlashSelector(LineSelector):
 
 
 def choose(vertical_BHM: torch.Tensor, band_BHM: torch.Tensor, verticals: int, slashes: int) -> torch.Tensor:
-    """bool_BHNM from the lines' masses; plain torch on every device, without a host sync."""
+    """Return bool_BHNM, the tiles to keep, from the lines' masses, in torch, without a host sync."""
     return tiles_of_lines(heaviest(vertical_BHM, verticals), heaviest(band_BHM, slashes))
