@@ -52,23 +52,25 @@ SERVICERS = (
 log = logging.getLogger(__name__)
 
 _HEALTH_PERIOD_S = 1.0
-"""How often Serve checks a replica. A worker's replica then checks its actors (docs/operations.md)."""
+"""Seconds between Serve's health checks of a replica. A worker's replica then checks its actors
+(docs/operations.md)."""
 _OWNER_TIMEOUT_S = 12.0
-"""A worker's replica answers once its actors have. Serve replaces it after three slower answers."""
+"""Timeout of such a check for a worker's replica, which waits for its actors. Serve replaces a replica after
+three timeouts."""
 _DOOR_TIMEOUT_S = 5.0
-"""The same for a door, which has no actors."""
+"""Timeout of a health check of a door. Serve replaces a door after three timeouts."""
 
 _CONSTRUCTOR_TRIES = 3
 _LOG_FORMAT = "%(asctime)s %(levelname)s:%(name)s:%(message)s"
 _CANCEL_TIMEOUT_S = 5.0
 _SHUTDOWN_S = 20.0
-"""Serve kills a replica after this time and the time to drain."""
+"""Seconds after which Serve kills a worker's replica, in addition to the time to drain."""
 _DOOR_SHUTDOWN_S = 5.0
-"""The same for a door, which has no actors."""
+"""Seconds after which Serve kills a door, in addition to the time to drain."""
 _OTHER_CALLS = 1000
-"""Cancels and refusals that a door answers at once."""
+"""Concurrent calls of a door besides its requests: cancels and refusals, which it answers at once."""
 _SURGE_PERCENT = 1
-"""Serve rounds it up to one new replica, which starts before an old one is removed."""
+"""With this share Serve starts one new replica before it removes an old one."""
 
 
 class DoorReplica(FrontDoor):
@@ -164,7 +166,7 @@ def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[st
     """Make Ray Serve's configuration (`serveConfigV2`) from the content of ours. Raises ConfigError.
 
     Args:
-        host: Where Serve's ports listen. None: at door.host.
+        host: The address at which Serve's ports listen. None: door.host.
     """
     door, builder = parse(content).door, f"{build.__module__}:{build.__name__}"
     return {

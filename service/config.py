@@ -93,7 +93,7 @@ class ServiceConfig(BaseModel):
                 yield f"model.family_modules: {error}"
 
     def _method_problems(self) -> Iterator[str]:
-        for module in self.prefill.method_modules:  # they register the names checked below
+        for module in self.prefill.method_modules:  # they register the methods checked below
             try:
                 methods.load(module)
             except methods.MethodError as error:
@@ -112,7 +112,8 @@ class ServiceConfig(BaseModel):
 
     @property
     def _named_methods(self) -> Iterator[tuple[str, str, Mapping[str, float]]]:
-        """Yield each method once: the key that names it, its name, and its options besides the defaults."""
+        """Yield each named method once: its configuration key, its name and its options other than the
+        defaults."""
         for name in (named := self.prefill.method_options):
             yield f"prefill.method_options.{name}", name, {}
         default = self.default_attention.method
@@ -253,7 +254,7 @@ def parse(
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, which PyYAML takes."""
+    """A YAML loader that refuses duplicate keys, which PyYAML accepts."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -283,7 +284,7 @@ def load(path: Path) -> ServiceConfig:
 
 
 def _with_profile(content: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
-    """Fill in what the profile says on decode. Raises ModelError."""
+    """Fill in the profile's values for decode. Raises ModelError."""
     model, decode = content.get("model"), content.get("decode", {})
     if not isinstance(model, Mapping) or not isinstance(decode, Mapping):
         return content

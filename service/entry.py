@@ -1,6 +1,6 @@
 """The program `deltafront`.
 
-Its modules take a second to load. Ctrl-C ends it meanwhile, without a traceback of an import.
+Loading its modules takes a second. Ctrl-C during that time ends the program without a traceback.
 """
 
 import signal

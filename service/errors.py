@@ -63,13 +63,13 @@ class NotFound(DeltafrontError):
 
 
 class Overloaded(DeltafrontError):
-    """There is no capacity now; without retry_after_s, there never will be."""
+    """There is no capacity now. Without retry_after_s there will never be enough."""
 
     code = Code.RESOURCE_EXHAUSTED
 
 
 class DeadlineExceeded(DeltafrontError):
-    """The deadline passed, or even an idle service would miss it."""
+    """The deadline has passed, or even an idle service would miss it."""
 
     code = Code.DEADLINE_EXCEEDED
 
@@ -103,7 +103,7 @@ class Internal(DeltafrontError):
 
 
 class RemoteError(DeltafrontError):
-    """In clients only: any other status, which `status` names."""
+    """In clients only: any other gRPC status. `status` is its name."""
 
     code = Code.UNKNOWN
 

@@ -14,16 +14,16 @@ log = logging.getLogger(__name__)
 _TAKEOVER_S = 2.0
 _STOP_S = 5.0
 _CONNECTIONS = 100
-"""How many may be open without a request. More end the oldest."""
+"""The most open connections without a request. A further connection ends the oldest one."""
 _REQUEST_S = 10.0
-"""How long a scrape may take, with its request."""
+"""How long a scrape may take, including its request."""
 _HEAD_BYTES = 1 << 14
 _TYPES = {200: "text/plain; version=0.0.4; charset=utf-8", 404: "text/plain", 405: "text/plain"}
 _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed"}
 
 
 class Exporter:
-    """Serves /metrics. While another door has the port, it waits for it."""
+    """Serves /metrics. While another door of the node has the port, it waits for the port."""
 
     def __init__(self, metrics: Metrics, host: str, port: int) -> None:
         self._metrics = metrics
@@ -31,14 +31,14 @@ class Exporter:
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._waiting: dict[StreamWriter, None] = {}
-        """Connections whose request has not come, the oldest first."""
+        """Connections whose request has not arrived, the oldest first."""
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it could not listen, and has ended
+        with contextlib.suppress(RuntimeError):  # the thread could not listen, and has ended
             self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(timeout=_STOP_S)
         if self._thread.is_alive():

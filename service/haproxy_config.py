@@ -11,25 +11,25 @@ import sys
 from pathlib import Path
 
 LONGEST_HEADERS = 16_384
-"""Bytes. Longer ones get 431, and HAProxy's own 400 beyond _BUFFER."""
+"""The most bytes of a request's headers. Longer headers get 431, and beyond _BUFFER HAProxy's own 400."""
 _BUFFER = 65_536
 HEAD_S = 10
-"""How long a client may take to send the head of a request. HAProxy would wait as long as bytes come. Its 408
-has no words of ours."""
+"""How long a client may take to send a request's headers. Otherwise HAProxy would wait as long as bytes
+arrive. Its 408 has no JSON body."""
 SILENCE_S = 30
-"""How long a client may send nothing of a request that it has begun, or read nothing of an answer. Who waits
-for an answer may be silent."""
+"""How long a client may pause while it sends a request or receives an answer. A client that waits for an
+answer may be silent for longer."""
 SOURCE_VARIABLE = "DELTAFRONT_CONNECTIONS_PER_ADDRESS"
 _PER_SOURCE = 1000
-"""Connections of one address to a port."""
+"""The most connections of one address to a port."""
 _INTERNAL = 64
-"""Connections to statistics and metrics, each."""
+"""The most connections to each of statistics and metrics."""
 _FRONTENDS = ("frontend http_frontend", "frontend grpc_frontend")
 _MAXCONN = re.compile(r"^ *maxconn (\d+)$", re.MULTILINE)
 _DEFAULT_MAXCONN = 4096
 _WATCH = "{ path /grpc.health.v1.Health/Watch }"
 _WATCHES = 4
-"""Streams of one connection."""
+"""The most streams of one connection."""
 _HTTP, _GRPC = _FRONTENDS
 _TABLE = "deltafront_watches"
 _SERVE_READS = (
@@ -41,7 +41,7 @@ _SERVE_READS = (
     "traceparent",
     "tracestate",
 )
-"""Headers that Serve decodes as UTF-8, in the spellings that it knows."""
+"""Headers that Serve decodes as UTF-8."""
 _UNAVAILABLE = "no door can answer: it died, or is starting; try again"
 _BAD_REQUEST = (
     "this is no HTTP that can be read, or its sender closed the connection before the answer, if only on its "
@@ -54,8 +54,7 @@ _MARK = " # deltafront"
 
 
 def rewrite(config: str, folder: Path) -> str:
-    """Change Serve's configuration. A second change adds nothing. folder: where HAProxy finds the bodies of
-    refusals."""
+    """Change Serve's configuration. A second call changes nothing. folder: has the bodies of error pages."""
     lines, settings = [], ("errorfile ", "tune.bufsize ", "timeout http-request ", "timeout client ")
     most = _MAXCONN.search(config)
     clients = (int(most[1]) if most else _DEFAULT_MAXCONN) // 2 - _INTERNAL
@@ -70,7 +69,8 @@ def rewrite(config: str, folder: Path) -> str:
 
 
 def _limits(line: str, clients: int) -> list[str]:
-    """Bound connections, so that one port's leave those of others, and one address's those of others."""
+    """Limit the connections of each port and each address, so that none can use up the connections of
+    others."""
     if line in ("frontend prometheus", "listen stats"):
         return [f"maxconn {_INTERNAL}"]
     if line not in _FRONTENDS:
@@ -115,7 +115,7 @@ def _added_after(line: str, folder: Path) -> list[str]:
 
 
 def _visible_only() -> list[str]:
-    """Refuse headers that Serve cannot decode: it would fail, which looks as if no door were there."""
+    """Refuse headers that Serve cannot decode. Otherwise Serve fails, and clients see a missing door."""
     return [
         f"http-request {_answer(400, f'{name}: must be visible ASCII characters')} "
         f"if {{ req.fhdr({name}) -m reg '[^ -~]' }}"
@@ -124,7 +124,7 @@ def _visible_only() -> list[str]:
 
 
 def _request_ids() -> list[str]:
-    """Give every answer one id: the caller's, or a new one. Doors are told it, and log it."""
+    """Give every answer one request id, the caller's or a new one. Doors log the same id."""
     sent, known = "req.fhdr(x-request-id)", "var(txn.request_id)"
     refusal = _answer(400, "x-request-id: must be 1 to 128 visible ASCII characters")
     return [

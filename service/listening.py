@@ -1,11 +1,12 @@
-"""Makes Ray and Serve listen at loopback, and makes Ray ask for an authentication token.
+"""Makes Ray and Serve listen on loopback, and makes Ray require an authentication token.
 
-Ray 2.60 has few settings for it, so this uses private parts (docs/decisions/0002 and 0019):
+Ray 2.60 has few settings for this, so this module uses private parts (docs/decisions/0002 and 0019):
 
 - RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 binds Ray's processes to loopback, as on desktops. Ray reads it at
 import.
-- Serve binds gRPC servers to `[::]`. So each worker process first runs `grpc_at_loopback`. Its variable is
-set here, since a runtime environment would ask the node's agent at each start of a worker.
+- Serve binds gRPC servers to `[::]`. So each worker process first runs `grpc_at_loopback`, named by a
+  variable that is set here. A runtime environment would do the same, but would ask the node's agent at each
+  start of a worker.
 - Ray reads the token once, so `at_loopback` makes it read again.
 
 Worker processes import this, so it loads neither Ray nor gRPC.
@@ -30,7 +31,7 @@ def joined(host: str, port: int) -> str:
 
 
 def reachable(host: str) -> str:
-    """Return where this machine's clients reach a server that listens at `host`."""
+    """Return the address at which clients on this machine reach a server that listens at `host`."""
     return _EVERYWHERE.get(host, host)
 
 
@@ -39,8 +40,8 @@ def is_local(host: str) -> bool:
 
 
 def token() -> dict[str, str]:
-    """Return variables that make Ray ask for a token: the environment's, or a new one. It is written to no
-    file."""
+    """Return variables that make Ray require a token: the environment's token or a new one, which no file
+    contains."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
@@ -48,7 +49,7 @@ def token() -> dict[str, str]:
 
 
 def loopback() -> dict[str, str]:
-    """Return variables that make Ray on one machine, and what its workers start, bind loopback."""
+    """Return variables that make Ray on one machine, and servers that its workers start, bind to loopback."""
     device = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -81,9 +82,9 @@ def read_token() -> None:
 
 
 def grpc_at_loopback() -> None:
-    """Make this process's insecure gRPC servers listen at loopback instead of everywhere.
+    """Make this process's gRPC servers without TLS listen on loopback only.
 
-    Ray runs it in each worker process, which ends if it fails.
+    Ray runs this function in each worker process, which ends if the function fails.
     """
     from grpc.aio import _server
 

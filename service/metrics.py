@@ -21,7 +21,7 @@ from deltafront.workers.messages.states import TierStats, WorkerStats
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 FINISHED = "finished"
-"""The outcome of a request that ended well. Others are codes."""
+"""The outcome of a successful request. Other outcomes are error codes."""
 RPCS = ("Prefill", "Generate", "CancelRequest", "ReleaseSession", "GetServerInfo")
 _SECONDS = (
     0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5,
@@ -35,7 +35,7 @@ _ANSWER_TOKENS = tuple(1 << power for power in range(18))
 _SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _RATIOS = (*_SHARES, 1.5, 2, 3, 5, 10)
 _LENGTHS = ((1 << 10, "1K"), (1 << 12, "4K"), (1 << 14, "16K"), (1 << 16, "64K"), (1 << 18, "256K"))
-"""Upper bounds in tokens → values of the label `prompt`."""
+"""The values of the label `prompt`, by their upper bounds in tokens."""
 
 
 class CachedIn(StrEnum):
@@ -315,7 +315,7 @@ _WORKER_GAUGES = {
     "append_tokens_per_second": ("append_tokens_per_second", "Recent rate of prefill of a decode worker"),
     "fetched_tokens_per_second": ("kv_fetch_tokens_per_second", "Recent rate of KV fetched back by stages"),
 }
-"""A field of WorkerState → its gauge's name and text."""
+"""The name and text of the gauge for each field of WorkerState."""
 _TIER_GAUGES = {
     "room": ("kv_tier_room_pages", "Pages that a tier below the GPU holds at most"),
     "pages": ("kv_tier_pages", "Cached pages"),
@@ -327,7 +327,7 @@ _TIER_GAUGES = {
     "back_s": ("kv_tier_back_seconds", "The time that took"),
     "bytes_per_page": ("kv_tier_page_bytes", "Bytes of a page"),
 }
-"""A field of TierStats → its gauge's name and text."""
+"""The name and text of the gauge for each field of TierStats."""
 
 
 class WorkerGauges:
@@ -351,12 +351,13 @@ class WorkerGauges:
                 gauge.labels(worker, tier.tier).set(getattr(tier, name))
 
     def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:
-        """Set the number of kernels compiled so far, by phase. A counter would be added up over doors."""
+        """Set the number of kernels compiled so far, by phase. It is a gauge because counters are summed over
+        doors."""
         for phase, count in phases:
             self._compilations.labels(worker, phase).set(count)
 
     def update(self, workers: Mapping[str, WorkerState]) -> None:
-        """Set the gauges of all live workers, and zeros for those that are gone."""
+        """Set the gauges of all live workers. Workers that are gone get zeros."""
         gone = dict.fromkeys(self._known - workers.keys(), WorkerState())  # a series cannot be removed
         for worker, state in {**gone, **workers}.items():
             for field, gauge in self._gauges.items():

@@ -30,91 +30,87 @@ class DoorConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     replicas: Count = 2
-    """With two doors, clients notice only a pause when one dies."""
+    """Number of doors. With two, clients notice only a pause when one dies."""
     per_node: Count | None = None
     """The most doors on one node. None: any number."""
     node_labels: Labels = dataclasses.field(default_factory=dict)
     """Labels of nodes where doors may run; empty: anywhere."""
     drain_s: NonNegative = 0.0
-    """How long a removed door may take to finish its requests, beyond five seconds. A Python
-    client whose request breaks off goes on at another door.
-    """
+    """How long a removed door may take to finish its requests, in addition to five seconds. The Python client
+    resumes an interrupted request at another door."""
     cpus: NonNegative = 0.1
     """CPUs that each door asks Ray for."""
     host: Host = "127.0.0.1"
-    """Where clients' ports listen. On a cluster `0.0.0.0`, since pods are reached at their own addresses.
-    Other ports of `deltafront serve` are at loopback.
-    """
+    """The address at which clients' ports listen: on a cluster `0.0.0.0`, because clients come to the pod's
+    address. Other ports of `deltafront serve` listen on loopback."""
     max_requests: Count = 256
-    """Prompts and answers that one door works on at once. More get RESOURCE_EXHAUSTED."""
+    """The most requests that one door runs at once. More get RESOURCE_EXHAUSTED."""
     grpc_port: Port = 9000
-    """The Python client and the command line."""
+    """The gRPC port, for the Python client and the command line."""
     http_port: Port = 8000
-    """OpenAI's API."""
+    """The port of OpenAI's API."""
     metrics_port: Port = 9464
-    """Prometheus metrics."""
+    """The port of Prometheus metrics."""
     metrics_host: Host | None = None
-    """By default `host`."""
+    """The address at which the metrics port listens. By default `host`."""
     tracing: str = ""
     """Where OpenTelemetry spans go: the URL of a collector's OTLP over HTTP, such as
     http://collector:4318/v1/traces, or `console`.
     """
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 16 << 20
-    """A request's size. A door takes a few times as much memory while it receives one. It holds four times
-    this of texts that are not tokenised yet, at most half of that for one bearer token; more get
-    RESOURCE_EXHAUSTED. They take six times as much memory.
-    """
+    """The largest request. Receiving one takes a few times as much memory. Texts that wait to be tokenised
+    may have four times this in all, and half of that for one bearer token; further requests get
+    RESOURCE_EXHAUSTED. Such texts take six times their size in memory."""
     allowed_origins: tuple[Origin, ...] = ()
     """Web pages of these origins may call OpenAI's API from a browser (CORS)."""
     tokens_file: File | None = None
-    """Bearer tokens (`service/door/auth.py`). Without it every caller may call and use any session."""
+    """A file of bearer tokens (`service/door/auth.py`). Without it everyone may call and use any session."""
     token_requests: Count | None = None
-    """Prompts and answers that one bearer token may have at once, unless its line says otherwise."""
+    """The most requests that one bearer token may run at once, unless its line in `tokens_file` says
+    otherwise."""
     token_tokens: Count | None = None
-    """Tokens of KV cache, sessions too, that one bearer token may hold, unless its line says otherwise."""
+    """The most tokens of KV cache, including sessions, that one bearer token may hold, unless its line in
+    `tokens_file` says otherwise."""
     tls_certificate: File | None = None
-    """PEM. With it every door speaks TLS on tls_port. It is read again when it changes."""
+    """A PEM file. With it every door also serves gRPC with TLS on tls_port. A changed file is read again."""
     tls_key: File | None = None
-    """PEM, of tls_certificate."""
+    """A PEM file with the key of tls_certificate."""
     tls_client_ca: File | None = None
-    """PEM. With it clients need a certificate that it signed."""
+    """A PEM file. With it clients need a certificate that this CA signed."""
     tls_port: Port = 9443
-    """gRPC with TLS."""
+    """The port of gRPC with TLS."""
     tls_only: bool = True
     """With TLS, refuse requests on Ray Serve's ports, which cannot be encrypted."""
     model_name: str = ""
-    """By default made from model.path."""
+    """The model's name in APIs. By default made from model.path."""
     display_name: str = ""
-    """For people. By default model_name if that is given, else the model's own name."""
+    """The model's readable name. By default model_name if that is given, else the model's own name."""
     default_method: str = ""
     """The attention method of requests that name none. By default `dpxa` if the model has a profile, else
     `dense` (`prefill.unmeasured`).
     """
     default_max_tokens: Count = 256
-    """Tokens of an answer whose request does not say."""
+    """The longest answer in tokens, for requests that set no limit."""
     reasoning: Literal["think", "off"] = "off"
-    """`think`: chat answers of OpenAI's API give the text within <think>…</think> as `reasoning`."""
+    """`think`: chat answers of OpenAI's API return the text in <think>…</think> as `reasoning`."""
     sampling_defaults: Literal["model", "neutral"] = "neutral"
-    """For requests that leave out temperature, top_p or top_k. `model`: they are those of the model's
-    generation_config.json, as in vLLM. `neutral`: the request is greedy.
-    """
+    """The default of temperature, top_p and top_k. `model`: the values of the model's generation_config.json,
+    as in vLLM. `neutral`: greedy."""
     default_session_ttl_s: Positive = 600.0
-    """How long a session is kept whose request does not say."""
+    """How long a session is kept if its request sets no time."""
     prefix_reuse: bool = True
-    """Decode workers keep a prefix cache. A prompt hits the blocks of one with the same beginning and owner,
-    if dense attention or the same method and options made them. Without tokens_file all callers are one
-    owner.
-    """
+    """Decode workers keep a prefix cache. A prompt hits cached blocks with the same beginning and owner, if
+    they were made by dense attention or by the same method and options. Without tokens_file all callers are
+    one owner."""
     prefix_scope: Literal["owner", "all"] = "owner"
-    """`all`: callers share the prefix cache. Then a caller who guesses a prompt's beginning can see from the
-    time and from `cached_tokens` that it was sent before.
-    """
+    """`all`: callers share the prefix cache. Then a caller who guesses the beginning of another's prompt can
+    see from the time and from `cached_tokens` that it was sent."""
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries of a request after its worker died."""
     worker_wait_s: Positive = 60.0
     """How long a request waits for a worker while a role has none."""
     refresh_s: Positive = 1.0
-    """How often a door asks every worker how it is."""
+    """How often a door asks every worker for its state."""
     renew_s: Positive = 1.0
     """How often a door renews its requests' leases (`stream_lease_s` of workers)."""
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 _FAULTS = (Code.INTERNAL, Code.UNKNOWN, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
-"""OpenTelemetry counts these as errors of a gRPC server."""
+"""The codes that OpenTelemetry counts as errors of a gRPC server."""
 _ATTRIBUTES = {
     "request_id": "deltafront.request_id",
     "method": "deltafront.method",
@@ -27,7 +27,7 @@ _ATTRIBUTES = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
 }
-"""Fact → attribute. Tokens follow OpenTelemetry's conventions."""
+"""The span attribute of each fact. Token counts have OpenTelemetry's names."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,8 @@ class Interval:
 
 
 class Trace(Span):
-    """A request's trace span. trace_id: 32 hexadecimal digits; without a span that of the caller, or
-    empty.
-    """
+    """A request's trace span. trace_id: 32 hexadecimal digits; without a span, the caller's trace id or
+    empty."""
 
     def __init__(self, trace_id: str, *recorded: Any) -> None:
         super().__init__(*recorded)

@@ -1,4 +1,4 @@
-"""Makes a door's parts from the configuration, without Ray."""
+"""Makes a door's objects from the configuration, without Ray."""
 
 import json
 import logging
@@ -241,9 +241,8 @@ def make_tracing(door: DoorConfig, door_id: str) -> Tracing:
 
 
 def check_start(settings: ServiceConfig) -> None:
-    """Check, before the start, everything that would fail in every replica. Raises ConfigError or
-    ModelError.
-    """
+    """Check before the start everything that would otherwise fail in every replica. Raises ConfigError or
+    ModelError."""
     authenticator(settings.door)
     tls_files(settings.door)
     make_tracing(settings.door, "").stop()
@@ -266,8 +265,8 @@ def check_start(settings: ServiceConfig) -> None:
 
 
 def checked_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Read a model's config.json after its chat template has been tried, and compare it with the weights.
-    Raises ModelError."""
+    """Try a model's chat template, then read its config.json and compare it with the weights. Raises
+    ModelError."""
     check_chat_template(directory)
     model = read_config(directory, overrides)
     check_weights(directory, model)

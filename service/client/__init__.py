@@ -1,4 +1,4 @@
-"""The Python clients. Importing them loads what a client needs, nothing of a server."""
+"""The Python clients. Importing them loads no code of the server."""
 
 from deltafront.service.client.async_client import AsyncDeltafrontClient
 from deltafront.service.client.client import DeltafrontClient

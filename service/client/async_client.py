@@ -81,7 +81,7 @@ class AsyncDeltafrontClient:
         try:
             await self._call(self._stub.ReleaseSession, request, retries)
         except NotFound:
-            if not retries.retried:  # otherwise the first try may have released it
+            if not retries.retried:  # after a retry, the first try may have released it
                 raise
 
     async def cancel(self, request_id: str) -> int:
@@ -137,8 +137,8 @@ class AsyncDeltafrontClient:
             raise ConnectionLost("the stream ended before its last event")
 
     def _translate(self, error: BaseException) -> DeltafrontError:
-        """Translate gRPC's error. Closing the channel cancels calls as if their task were cancelled; a task
-        that is cancelled stays so."""
+        """Translate gRPC's error. A closed channel raises CancelledError in calls, which becomes Cancelled. A
+        real cancellation of the task stays CancelledError."""
         if isinstance(error, grpc.RpcError):
             return self._connection.translate(error)
         if not self._connection.closed:

@@ -92,7 +92,7 @@ class DeltafrontClient:
         try:
             self._call(self._stub.ReleaseSession, request, retries)
         except NotFound:
-            if not retries.retried:  # otherwise the first try may have released it
+            if not retries.retried:  # after a retry, the first try may have released it
                 raise
 
     def cancel(self, request_id: str) -> int:

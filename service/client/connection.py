@@ -14,18 +14,18 @@ CHANNEL = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # this limits how long connecting may take
+    ("grpc.min_reconnect_backoff_ms", 5000),  # gRPC uses this as the timeout of connecting, too
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # Pings find a machine that is gone. Servers accept one in 5 minutes.
+    # Pings detect that a machine is gone. Servers accept one in 5 minutes.
     ("grpc.keepalive_time_ms", 330_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),  # any number
 )
 _UNREACHABLE = ("failed to connect", "errors resolving", "name resolution", "dns resolution")
-"""Parts of gRPC's messages, which differ by version."""
+"""Parts of gRPC's messages for an unreachable server. They differ between versions."""
 _SAFETY_S = 5.0
-"""The server enforces the deadline and says in which phase it passed. gRPC's, later by this much, is only a
-safety net."""
+"""How much later gRPC's own deadline is. The server enforces the request's deadline and reports the phase in
+which it passed; gRPC's deadline is only a safety net."""
 
 
 class Connection:

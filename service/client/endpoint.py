@@ -1,4 +1,4 @@
-"""A server's address and TLS files, and explanations of wrong ones."""
+"""Checks a server's address and TLS files, and explains errors in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltafront.service.errors import InvalidArgument
 
 _SCHEME = re.compile(r"(https?|grpcs?)://", re.IGNORECASE)
 _RESOLVED = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")
-"""gRPC's other address schemes."""
+"""gRPC's address schemes, which are accepted as they are."""
 _HOST_PORT = re.compile(r"(\[[^\[\]]+\]|[^\s:/\[\]]+):\d+")
 _GRPC_PORT = "give the gRPC port, 9000 where none is configured"
 _EXPLANATIONS = (
@@ -28,7 +28,7 @@ _EXPLANATIONS = (
     ),
     ("hostname verification", "tls", "has a certificate for another name: use the name that it is for"),
 )
-"""Part of gRPC's message → the argument that is wrong, and what to do."""
+"""For parts of gRPC's messages: the wrong argument, and what to do."""
 
 _VARIABLES = {
     "ca": "DELTAFRONT_TLS_CA",

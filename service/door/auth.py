@@ -1,4 +1,4 @@
-"""Bearer tokens from a file, with each caller's limits."""
+"""Bearer tokens, read from a file with each caller's limits."""
 
 import hashlib
 import hmac
@@ -12,7 +12,7 @@ from deltafront.service.errors import Unauthenticated
 from deltafront.service.request.callers import Caller, Quota
 
 ANYONE = Caller("", "anyone")
-"""The caller of every request without a token file."""
+"""The caller of all requests if there is no token file."""
 _NAME_DIGITS = 12
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _caller(line: str, usual: Quota) -> Caller:
-    """Read a line. Raises ValueError with a message that does not show the token."""
+    """Parse a line of the token file. Raises ValueError, whose message does not contain the token."""
     token, *pairs = line.split()
     owner = digest(token)
     name, quota = owner[:_NAME_DIGITS], usual

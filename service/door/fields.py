@@ -9,7 +9,7 @@ from typing import Any
 
 _VARINT, _BYTES = 0, 2
 _SIZES = {1: 8, 3: 0, 4: 0, 5: 4}
-"""Wire types of fixed numbers and groups → bytes."""
+"""The size in bytes of each wire type with a fixed size."""
 _SEARCHED_FIELDS = 64
 
 
@@ -33,7 +33,7 @@ def has_more_fields(data: bytes, descriptor: Any, max_fields: int) -> bool:
 def text_of(data: bytes, number: int) -> str:
     """Find the text field `number` among a message's first fields; empty if it is not there."""
     text = b""
-    with contextlib.suppress(ValueError):  # what was found before the error stands
+    with contextlib.suppress(ValueError):  # keep what was found before an error
         for found, wire, start, stop in islice(_fields(data, 0, len(data)), _SEARCHED_FIELDS):
             if found == number and wire == _BYTES:
                 text = data[start:stop]

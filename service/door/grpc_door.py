@@ -1,8 +1,8 @@
-"""The gRPC edge.
+"""The gRPC service of a door.
 
-Serve dispatches by method name, and drops the trailing metadata of a method that raises. So a method sets its
-status and returns. Behind Serve's proxy the last message of a stream carries the status, so every stream ends
-with an empty message, which `registration` drops.
+Serve drops the trailing metadata of a method that raises, so a method sets its status and returns. Serve's
+proxy sends the status with the stream's last message, so every stream ends with an empty message, which
+`registration` removes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class FrontDoor:
             await asyncio.sleep(_HEALTH_WATCH_S)
 
     async def _read(self, sent: UndecodedMessage) -> Any:
-        """Read a request in a thread, since that takes longer the more it says. Raises as `_message`."""
+        """Parse a request in a thread, because a large one takes long. Raises like `_message`."""
         return await self._requests.text_budget.work(sent.size, lambda _: read(self._message(sent)))
 
     def _message(self, sent: UndecodedMessage) -> Any:
@@ -133,7 +133,7 @@ class FrontDoor:
         return sent.read()
 
     async def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
-        """Ask the door's own loop, from any other: a door that hangs is not healthy."""
+        """Run the health check on the door's own event loop, so that a door that hangs is not healthy."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ready(), self._loop))
 
     async def _ready(self) -> health_pb2.HealthCheckResponse.ServingStatus:

@@ -1,4 +1,4 @@
-"""The HTTP edge for OpenAI's clients, and /health for probes.
+"""OpenAI's HTTP API, and /health for probes.
 
 Requests run as for gRPC. A streamed answer is server-sent events. While its prompt waits or is prefilled,
 comment lines keep proxies from closing the connection. The first of them also sends the HTTP status, so a
@@ -57,14 +57,14 @@ _ADVICE = {
 """Advice for OpenAI's paths that are not served."""
 
 _JSON_BYTES = 6
-"""The most bytes of a character in JSON."""
+"""The most bytes that one character takes in JSON."""
 _RECEIVE_S = 60.0
 """How long a client may take to send a request."""
 _IDLE_S = 10.0
-"""How long it may send nothing of it."""
+"""How long a client may pause while it sends a request."""
 _JSON = "application/json"
 _REQUEST_ID = "x-request-id"
-"""Serve's middleware sends it back (`haproxy_config.py`)."""
+"""Serve's middleware returns this header to the client (`haproxy_config.py`)."""
 
 
 class HttpDoor:
@@ -102,7 +102,7 @@ class HttpDoor:
         )
 
     async def _health(self, _request: Request) -> Response:
-        """Answer a probe. As in gRPC's health, no token is needed."""
+        """Answer a probe. Like gRPC's health check, this needs no token."""
         if not self._requests.ready:
             missing = Unavailable("workers are missing: the server is starting, or one died")
             return _error_response(missing, "", self._requests.positions)
@@ -174,7 +174,7 @@ class _Completions:
             await response(scope, receive, send)
 
     async def _read(self, body: bytes, reply: Reply) -> tuple[GenerateRequest, StreamOptions | None]:
-        """Read the body in a thread, since that takes longer the more it says. Raises InvalidArgument or
+        """Parse the body in a thread, because a large one takes long. Raises InvalidArgument or
         UnknownModel."""
         work = self.requests.text_budget.work
         return await work(len(body), lambda _: self.endpoint.read(body, reply.model))
@@ -220,7 +220,7 @@ async def _answer(reply: Reply, events: AsyncIterator[RequestEvent | None]) -> J
 async def _stream(
     reply: Reply, options: StreamOptions, events: AsyncIterator[RequestEvent | None], stream: EventStream
 ) -> None:
-    """Send an answer as a stream. Raises DeltafrontError if nothing was sent yet."""
+    """Send an answer as a stream. Raises DeltafrontError for an error before the first byte."""
     usage = None
     try:
         async for event in events:
@@ -245,13 +245,14 @@ async def _stream(
 
 
 def _request_id(request: Request) -> str:
-    """Return the caller's id, or that of Serve's middleware; a new one without it."""
+    """Return the request id of the caller or of Serve's middleware; without either, a new one."""
     given = request.headers.get(_REQUEST_ID, "")
     return given if given and is_request_id(given) else uuid.uuid4().hex
 
 
 def _check_type(content_type: str) -> None:
-    """Refuse what web pages may send to any server without being asked. Raises NotJson."""
+    """Refuse content types that a web page may send to any server without a CORS preflight. Raises
+    NotJson."""
     if content_type.partition(";")[0].strip().lower() != _JSON:
         raise NotJson(content_type)
 

@@ -21,12 +21,13 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-"""The last one asks nginx to pass events on at once."""
+"""Headers of a stream. The last one tells nginx not to buffer events."""
 _LINE_S = 1.0
-"""The least time between two lines that say nothing. Some clients give up after 300 of them."""
+"""The shortest time between two keep-alive lines. Some clients give up after 300 of them."""
 _EMPTY_LINE = b" \n"
-"""A field without a name and value, which clients skip. A comment would do by the standard, but benchmarks of
-vLLM and SGLang take one for the beginning of an event. A line without the space would end an event."""
+"""The keep-alive line: a field without name and value, which clients skip. The standard also allows a
+comment, but benchmarks of vLLM and SGLang take a comment for the beginning of an event. A line without the
+space would end an event."""
 
 
 class EventStream:
@@ -47,9 +48,8 @@ class EventStream:
             await self.write(b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n")
 
     async def skipped(self, comment: str) -> None:
-        """Send a comment line, which clients skip, unless the last one was just sent. It ends with one
-        newline: after two, some clients take it for an event.
-        """
+        """Send a comment line, which clients skip, unless the last one was just sent. The line ends with one
+        newline, because some clients take a comment with two for an event."""
         if (now := time.monotonic()) - self._skipped_at >= _LINE_S:
             self._skipped_at = now
             await self.write(f": {comment}\n".encode() if self._comments else _EMPTY_LINE)
@@ -69,7 +69,7 @@ async def until_disconnect(
 ) -> AsyncGenerator[RequestEvent | None, None]:
     """Yield the events, and None after each silence of keep_alive_s. Raises ClientDisconnect.
 
-    Closing it closes `events`, which frees all resources of the request.
+    Closing this iterator closes `events`, which frees all resources of the request.
     """
     gone, next_event = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(anext(events))
     try:

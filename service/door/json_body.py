@@ -40,12 +40,12 @@ _F = TypeVar("_F", bound=BaseModel)
 
 @dataclass(frozen=True)
 class BodyRules:
-    """What a body may say beside the fields of its class.
+    """Rules for fields that a body's class does not declare.
 
     Args:
-        labels: Fields of no effect.
-        no_op_values: Fields that this service, or one of its endpoints, lacks → values that change nothing.
-        refusals: Such a field → the message for other values.
+        labels: Fields that are accepted without effect. no_op_values: Fields that this service or one of its
+            endpoints does not support, with the accepted values, which change nothing. refusals: The error
+            messages for other values of these fields.
         long_fields: Fields that may have any number of entries.
     """
 
@@ -55,8 +55,8 @@ class BodyRules:
     long_fields: Collection[str] = ()
 
     def read(self, kind: type[_F], body: bytes, model: str, max_values: int = 0) -> _F:
-        """Read a body, whose class has a field `model`. Raises InvalidArgument, or UnknownModel if it asks
-        for another model than this."""
+        """Parse a body as a `kind`, which has a field `model`. Raises InvalidArgument, or UnknownModel if the
+        body names another model."""
         content = _json_object(body, max_values or MAX_VALUES)
         self._check_sizes(content)
         given = {
@@ -75,7 +75,8 @@ class BodyRules:
         return fields
 
     def _check_sizes(self, content: Mapping[str, object]) -> None:
-        """Pydantic lists every error, which takes seconds where there may be many. Raises InvalidArgument."""
+        """Refuse values with too many entries, because pydantic lists every error, which may take seconds.
+        Raises InvalidArgument."""
         if len(content) > _MAX_ENTRIES:
             raise InvalidArgument("", f"the body has {len(content)} fields: at most {_MAX_ENTRIES}")
         for name, value in content.items():
@@ -101,12 +102,12 @@ def _json_object(body: bytes, max_values: int) -> dict[str, Any]:
 
 
 def _same(value: object, no_op: object) -> bool:
-    """Compare as JSON: 1 is 1.0, and not true."""
+    """Compare JSON values: 1 equals 1.0, but not true."""
     return value == no_op and isinstance(value, bool) == isinstance(no_op, bool)
 
 
 def _check_values(body: bytes, max_values: int) -> None:
-    """Count values before they are made, but not inside strings. Raises InvalidArgument."""
+    """Refuse a body with too many values before it is parsed. Raises InvalidArgument."""
     if sum(map(body.count, _SEPARATORS)) <= max_values:
         return
     values = 0
@@ -117,7 +118,8 @@ def _check_values(body: bytes, max_values: int) -> None:
 
 
 def _invalid(invalid: ValidationError, known: list[str]) -> InvalidArgument:
-    """Name the first wrong field. For a union's field, report the branches that got furthest."""
+    """Make an error that names the first wrong field. For a union, report the branches that matched
+    the most."""
     errors = invalid.errors(include_url=False)
     of_field = [error for error in errors if error["loc"][0] == errors[0]["loc"][0]]
     deepest = max(len(_path(error["loc"])) for error in of_field)

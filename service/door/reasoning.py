@@ -1,4 +1,4 @@
-"""Splits a model's reasoning, marked `<think>…</think>` at an answer's beginning, from its content."""
+"""Splits an answer's reasoning (`<think>…</think>` at its beginning) from its content."""
 
 from enum import Enum, auto
 from typing import NamedTuple

@@ -4,10 +4,10 @@
   undecoded, as `UndecodedMessage`, and the door decodes them once it knows the caller and has room.
 - gRPC reads a unary request into memory before it calls a method. So every method takes a stream, and its
   first message when there is room.
-- Where a door cannot be called, Serve answers in Ray's words. Serve gives the handler its functions by
-  `_replace`: a status that the door did not set then becomes UNAVAILABLE.
+- If Serve cannot call a door, it answers with Ray's error message. Serve sets its functions by `_replace`; a
+  status that no door set then becomes UNAVAILABLE.
 
-A request that ends before a door has it leaves its line in the audit log here.
+A request that ends before it reaches a door gets its audit line here.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NO_ERROR = (None, grpc.StatusCode.OK, grpc.StatusCode.OK.value[0])
-"""Codes of calls without an error. gRPC keeps a code as a member or its number."""
+"""Codes of calls without an error. gRPC stores a code as an enum member or as its number."""
 SERVICE = pb.DESCRIPTOR.services_by_name["DeltafrontService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 REFLECTION = "grpc.reflection.v1.ServerReflection"
 MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 _QUESTIONS, _QUESTION_S = 16, 5.0
-"""Messages of health checks that are received at once, and for how long."""
+"""The most health checks that are received at once, and the seconds that one may take."""
 _WATCHES, _WATCH_S = 128, 300.0
-"""Watches at once, and how long one takes. Clients then ask again."""
+"""The most concurrent Watches, and the seconds after which one ends. Clients then call again."""
 _MAX_FIELDS = 1 << 16
 _DEFAULT_MESSAGE_BYTES = 16 << 20
 
@@ -148,9 +148,9 @@ class _Handler:
     stream_unary: None = None
 
     def _replace(self, **changes: Any) -> _Handler:
-        """Put Serve's functions in. They get the first message of a stream as their request.
+        """Call Serve's functions, with the stream's first message as the request.
 
-        A door answers for its health itself, so that this takes no place of a request.
+        A door answers health checks itself, so that they do not count as Serve's requests.
         """
         if not self.rpc and self.entrance.door is not None:
             return self
@@ -163,7 +163,7 @@ class _Handler:
         try:
             request = await self.entrance.receive(self.rpc, requests, context)
         except Unauthenticated as error:
-            set_status(context, error)  # the door has audited it
+            set_status(context, error)  # the door has written the audit line
             return
         except DeltafrontError as error:
             log.warning("a request was not received: %s", error.message)
@@ -182,12 +182,12 @@ class _Handler:
                 messages = self._watched(messages, context)
             async with contextlib.aclosing(messages):
                 async for message in messages:
-                    # Empty messages pass Serve a status. Serve's messages are bytes.
+                    # An empty message only carries a status to Serve. Serve's messages are bytes.
                     if message if isinstance(message, bytes) else message.ByteSize():
                         yield message
 
     async def _watched(self, messages: AsyncGenerator[Any, None], context: Any) -> AsyncGenerator[Any, None]:
-        """Let a Watch end by itself."""
+        """End a Watch after its time or when newer calls need its place."""
         with (
             self.entrance.watches.call(context.peer()) as call,
             contextlib.suppress(TimeoutError, StopAsyncIteration),
@@ -198,7 +198,7 @@ class _Handler:
 
     @contextlib.contextmanager
     def _our_status(self, request: UndecodedMessage, context: Any) -> Iterator[None]:
-        """Raise nothing, since gRPC would show the exception's text."""
+        """Turn exceptions into a status, because gRPC would show their text to clients."""
         began = time.monotonic()
         try:
             yield
@@ -225,7 +225,7 @@ def open_door(door: FrontDoor | None) -> None:
 
 
 def add_deltafront_to_server(servicer: Any, server: Any, entrance: Entrance | None = None) -> None:
-    """Do what the generated `add_DeltafrontServiceServicer_to_server` does. Serve calls it by name."""
+    """Replace the generated `add_DeltafrontServiceServicer_to_server`. Serve calls this function by name."""
     _add(SERVICE, pb, servicer, server, entrance)
 
 
@@ -240,7 +240,7 @@ def add_reflection_to_server(_servicer: Any, server: Any) -> None:
     servicer = reflection.aio.ReflectionServicer((SERVICE.full_name, HEALTH.full_name, *names))
     if hasattr(server, "add_passthrough_service"):
         names = [REFLECTION]
-        server.add_passthrough_service(REFLECTION)  # no door is called
+        server.add_passthrough_service(REFLECTION)  # the proxy answers without calling a door
     method = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
@@ -252,7 +252,7 @@ def add_reflection_to_server(_servicer: Any, server: Any) -> None:
 
 
 def _describe_reflection() -> None:
-    """Let clients look it up: v1alpha's file in another package."""
+    """Register the descriptor of v1 reflection, which is v1alpha's with another package name."""
     older = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(older)
     renamed = json_format.MessageToJson(older).replace("v1alpha", "v1")

@@ -24,9 +24,9 @@ _LOST_CONNECTION = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.NOT_FOUND,
 )
-"""A lost connection's statuses. NOT_FOUND comes from an HAProxy that does not know the doors yet."""
+"""Statuses of a lost connection. NOT_FOUND comes from an HAProxy that does not know the doors yet."""
 _MAX_DETAILS_BYTES = 3000
-"""Percent-encoded. gRPC limits all trailers to 8 KiB by default."""
+"""The longest percent-encoded error message. By default gRPC limits all trailers to 8 KiB."""
 
 STATUS: Mapping[Code, grpc.StatusCode] = {code: grpc.StatusCode[code.name] for code in Code}
 _OTHER_ARGUMENTS = (errors.InvalidArgument, errors.RemoteError)
@@ -38,7 +38,7 @@ def status(error: DeltafrontError) -> grpc.StatusCode:
 
 
 def details(error: DeltafrontError) -> str:
-    """Make an error's message one line of bounded length."""
+    """Shorten an error's message to one line of bounded length."""
     line = " ".join(error.message.split())
     sizes = map(_sent_bytes, line[: _MAX_DETAILS_BYTES + 1])
     ends = list(itertools.accumulate(sizes, initial=0))

@@ -1,6 +1,6 @@
-"""The door's gRPC port with TLS, which Serve's ports lack.
+"""The door's gRPC port with TLS, which Serve's ports do not support.
 
-Doors of a node share it by SO_REUSEPORT. New certificates are for new connections.
+The doors of a node share the port by SO_REUSEPORT. A changed certificate applies to new connections.
 """
 
 import logging
@@ -90,7 +90,7 @@ class Certificates:
                 if stamp != self._stamps.get(name):
                     end = ends(path)
             except (OSError, ValueError):
-                continue  # the reader of a new certificate logs it
+                continue  # _Reloading logs the error
             self._stamps[name] = stamp
             if end is not None:
                 yield name, end
@@ -158,7 +158,7 @@ class TlsPort:
         add_deltafront_to_server(servicer, self._server, entrance)
         add_health_to_server(servicer, self._server, entrance)
         add_reflection_to_server(servicer, self._server)
-        reloading: Any = _Reloading(files)  # gRPC's types leave out None, for no change
+        reloading: Any = _Reloading(files)  # gRPC's type hints forbid None, which means no change
         credentials = grpc.dynamic_ssl_server_credentials(
             files.read(), reloading, require_client_authentication=files.client_ca is not None
         )

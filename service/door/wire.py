@@ -1,4 +1,4 @@
-"""The mapping between protobuf and plain data, in both directions, by the names of their fields.
+"""Converts between protobuf messages and dataclasses, by the names of their fields.
 
 A newer peer may send unknown values: an unknown event becomes None, an unknown finish reason
 FinishReason.OTHER, an unknown page selection raises InvalidArgument.
@@ -67,9 +67,9 @@ _KINDS: Mapping[type[Message], type[Any]] = {
     pb.Profile: answers.ProfileInfo,
     pb.ProfileLevel: answers.ProfileLevel,
 }
-"""A message → the class of its plain data."""
+"""The dataclass of each message."""
 _ALWAYS_READ = ("attention", "sampling", "usage", "timings", "density", "expires")
-"""Messages that are read as their defaults when they are not there. Others become None."""
+"""Messages that are read as their defaults if they are missing. Other missing messages become None."""
 
 
 def generate_request(request: calls.GenerateRequest) -> pb.GenerateRequest:
@@ -83,7 +83,7 @@ def generate_request(request: calls.GenerateRequest) -> pb.GenerateRequest:
 
 def response(kind: type[_Message], event: RequestEvent) -> _Message:
     """Make the response message of an event. Raises ValueError for an event that this rpc does not send."""
-    name, frequent = _EVENTS[type(event)], isinstance(event, Progress | Token)  # no field in _FORMS
+    name, frequent = _EVENTS[type(event)], isinstance(event, Progress | Token)  # without fields of _FORMS
     return kind(**{name: vars(event) if frequent else _to_wire(kind, name, event, name)})
 
 
@@ -245,4 +245,4 @@ _FORMS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda layers: {layer.layer: layer.density for layer in layers},
     ),
 }
-"""A field whose plain form differs → how it is written and read."""
+"""Functions that write and read the fields whose types differ between message and dataclass."""

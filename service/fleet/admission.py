@@ -1,7 +1,9 @@
-"""Chooses candidate workers for a prompt, and refuses prompts that cannot meet their deadline. Pure.
+"""Chooses candidate workers for a prompt, and refuses prompts that cannot meet their deadline. Pure
+functions.
 
-States may be a second old. So they only order candidates, and refuse prompts that no worker could ever hold.
-Only a worker refuses because it is full. Without a recent rate, no request is refused for its deadline.
+The workers' states may be a second old. So they are used only to order candidates and to refuse prompts that
+no worker could ever hold; only a worker refuses because it is full. Without a recent rate, no request is
+refused for its deadline.
 """
 
 import math
@@ -14,7 +16,7 @@ from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 _SHORTEST_RETRY_S = 1.0
 _SAME_NODE = 0.25
-"""A worker on the prefill group's node ranks as if this share of its pages were free in addition."""
+"""A worker on the prefill group's node is ranked as if it had this additional share of free pages."""
 
 
 class Reason(StrEnum):
@@ -30,8 +32,7 @@ class Need:
     """The tokens that a request needs.
 
     Attributes:
-        prefill_tokens: Tokens of the whole prompt.
-        found_tokens: Those of them in a prefix hit.
+        prefill_tokens: Tokens of the whole prompt. found_tokens: Tokens of the prompt that a prefix hit has.
         recompute_tokens: Tokens of the pages for recomputed blocks.
     """
 
@@ -126,7 +127,7 @@ def _worker_rank(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bo
 
 
 def _group_rank(group: GroupStats) -> tuple[float, int, int, str]:
-    """Rank the shortest wait first. A group without a rate counts as one token a second."""
-    rate = group.tokens_per_second  # an old rate will do
+    """Return a sort key: the shortest wait first. A group without a rate counts as one token per second."""
+    rate = group.tokens_per_second  # an old rate is good enough here
     wait = group.waiting_tokens / rate if rate > 0 else float(group.waiting_tokens)
     return wait, group.waiting_tokens, group.running + group.waiting, group.name

@@ -21,11 +21,11 @@ _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 _STATS_TIMEOUT_S = 5.0
-"""A worker that answers later keeps its last known state."""
+"""Timeout of a poll. A slower worker keeps its last known state."""
 _NEW_TIMEOUT_S = 2.0
-"""A new worker may be loading, and must not delay the poll for longer."""
+"""Timeout of a poll for a new worker, which may still be loading."""
 _ASK_TIMEOUT_S = 0.5
-"""The timeout while a client waits to hear whether it is refused."""
+"""Timeout of a poll before a request is refused, because its client waits."""
 _STOP_TIMEOUT_S = 1.0
 """How long a stopping door may take to tell workers what it has cancelled."""
 _DISCOVERY_FACTOR = 4
@@ -66,7 +66,7 @@ class Fleet:
         self._renew_s = renew_s
         self._pairing = pairing
         self._others: bool | None = None
-        """True if workers of other configurations exist; None before the first poll."""
+        """Whether workers of other configurations exist; None before the first poll."""
         self._handles = WorkerHandles({}, {})
         self._held: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -74,7 +74,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._polls = 0
         self._charges: list[Charge] = []
-        """Charges made during a poll, whose answers may be older."""
+        """Charges made during a poll, because its answers may be older than they are."""
         self._forgotten: list[str] = []
         """Workers forgotten during a poll."""
         self.view = FleetView()
@@ -225,7 +225,8 @@ class Fleet:
         self._notify(worker.cancel(request_id), f"cancel {request_id} on {worker.name}")
 
     def confirm(self, worker: Leased, request_id: str) -> None:
-        """Confirm that the door knows how the request ended, so that the worker keeps its session."""
+        """Tell the worker that the door has received the request's result, so that the worker keeps its
+        session."""
         self._notify(worker.renew((request_id,)), f"confirm {request_id} on {worker.name}")
 
     def release(self, worker: DecodeWorker, session_id: str, owner: str) -> None:
@@ -236,8 +237,8 @@ class Fleet:
         self.spawn(_log_errors(call, description)).set_name(description)
 
     async def _renew(self) -> None:
-        """Renew held requests. A draining worker of last resort is renewed even without any, so that it
-        stays."""
+        """Renew the leases of held requests. A draining worker of last resort is renewed even without
+        requests, so that it stays."""
         workers: dict[str, Leased] = {**self._handles.groups, **self._handles.workers}
         names = workers.keys() & (self._held.keys() | self.view.last_resort)
 
@@ -267,7 +268,7 @@ class Fleet:
 
 
 async def _state(ask: Callable[[], Awaitable[_S]], last: _S | None, timeout_s: float) -> _S | None:
-    """Ask for a state. A slow worker keeps its last one, a dead one has none."""
+    """Ask a worker for its state. A slow worker keeps its last state; a dead worker has none."""
     try:
         async with asyncio.timeout(min(_NEW_TIMEOUT_S, timeout_s) if last is None else timeout_s):
             return await ask()
@@ -295,7 +296,7 @@ async def _log_errors(call: Awaitable[Any], description: str) -> None:
 
 
 class SingleFlight:
-    """Shares one run of some work among concurrent callers.
+    """Shares one run of a task among concurrent callers.
 
     Args:
         start: Starts a task and keeps a reference to it.

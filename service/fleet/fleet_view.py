@@ -1,4 +1,4 @@
-"""Workers' last known states, corrected by the load sent to them since. Pure."""
+"""The workers' last known states, corrected by the load sent to them since. Pure functions."""
 
 from __future__ import annotations
 

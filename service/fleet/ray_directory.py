@@ -30,7 +30,8 @@ class RayDirectory:
         return WorkerHandles(self._named(PREFILL_PREFIX), self._named(DECODE_PREFIX))
 
     def _known_or_new(self, name: str, actor: Any) -> tuple[Any, Any]:
-        """A restarted worker has the same name but is another actor."""
+        """Return a known proxy or make a new one. A restarted worker has the same name but is another
+        actor."""
         known = self._known.get(name)
         if known is not None and known[0] == actor._actor_id:
             return known
@@ -48,7 +49,7 @@ def _list_actors() -> dict[str, Any]:
         if name.startswith((PREFILL_PREFIX, DECODE_PREFIX)):
             try:
                 actors[name] = ray.get_actor(name, namespace=NAMESPACE)
-            except ValueError:  # it died since it was listed
+            except ValueError:  # the worker died after it was listed
                 continue
     return actors
 

@@ -1,4 +1,4 @@
-"""Serve's autoscaling policies for prefill groups and decode workers. Pure.
+"""Serve's autoscaling policies for prefill groups and decode workers. Pure functions.
 
 Serve's default policy counts requests to replicas, but doors call the actors directly. So replicas record
 their workers' states for these policies (`workers/replica.py`). Serve applies bounds and delays.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Decision = tuple[int, dict[str, Any]]
-"""Replicas, and the policy's state, which is empty."""
+"""The number of replicas, and the policy's state, which is empty."""
 
 
 @dataclass(frozen=True)
@@ -76,5 +76,5 @@ def _by_replica(context: Any, *names: str) -> list[tuple[float, ...]]:
 
 
 def _ceil(share: float) -> int:
-    """Round up, except for a rounding error."""
+    """Round up, but ignore rounding errors of the number."""
     return math.ceil(share - 1e-9)

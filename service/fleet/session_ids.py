@@ -1,4 +1,4 @@
-"""Session ids, `<worker>.<random>`, by which every door finds the worker."""
+"""Session ids have the form `<worker>.<random>`, from which every door finds the worker."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The events of an answer, for the door and the Python client."""
+"""The events of an answer, as door and Python client see them."""
 
 from dataclasses import dataclass, field
 

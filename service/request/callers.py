@@ -1,7 +1,7 @@
 """Callers and their quotas.
 
-A door asks the workers what a caller with a quota uses through other doors. Requests that reach two doors at
-the same moment do not see each other, so a caller may then get its quota twice.
+If a caller has a quota, a door asks the workers how much the caller uses through other doors. Two doors that
+receive requests at the same moment do not see each other's, so a caller may briefly use twice its quota.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from deltafront.service.errors import Overloaded
 from deltafront.workers.messages.states import OwnerUse
 
 ANYONE = ""
-"""The owner of every request where no tokens are configured."""
+"""The owner of all requests if no tokens are configured."""
 RETRY_S = 1.0
-"""When a caller over its quota should come back: a guess, since the end of running requests is unknown."""
+"""The retry time for a caller over its quota. It is a guess, because the end of running requests is unknown.
+"""
 
 
 def fits_share(owner: str, mine: int, everyone: int, most: int) -> bool:
-    """Say whether an owner may hold `mine`, if all owners together then hold `everyone` of a total of `most`.
+    """Return whether an owner may hold `mine`, if all owners together then hold `everyone` of a total of
+    `most`.
 
-    An owner may hold as much as is left free: the first owner half, the next half of the rest. So there is
-    room for a new owner. Without authentication all callers are one owner, who may hold everything.
+    An owner may hold at most as much as remains free: the first owner half, the next one half of the rest. So
+    a new owner always finds room. Without authentication all callers are one owner, who may hold everything.
     """
     return everyone <= most and (owner == ANYONE or mine <= most - everyone)
 
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of what a caller uses at one time. None is no limit.
+    """Limits of a caller's use at one time. None means no limit.
 
     Args:
         tokens: Tokens of KV cache, including sessions. A request counts its prompt and its longest answer.
@@ -90,7 +92,7 @@ class RequestUse:
 
 @dataclass(eq=False)
 class Callers:
-    """Counts what each caller uses, against its quota.
+    """Counts each caller's use, and enforces its quota.
 
     Args:
         worker_uses: Returns the uses that workers last reported.

@@ -1,4 +1,4 @@
-"""Unchecked requests, and calls, which are checked requests."""
+"""Requests before their checks, and calls, which are checked requests."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,8 @@ from deltafront.workers.messages.requests import PageSelection, RequestOptions, 
 
 MAX_MESSAGES = 4096
 Messages = tuple[Mapping[str, Any], ...]
-"""Each has a role and a content. An assistant's may have `tool_calls`, a tool's a `tool_call_id`."""
+"""Messages with a role and a content. An assistant's message may have `tool_calls`, a tool's message a
+`tool_call_id`."""
 
 
 class SpecialTokens(StrEnum):
@@ -28,8 +29,8 @@ class Tools:
 
     Args:
         functions: Each has a `name`, and perhaps a `description` and `parameters`, a JSON schema.
-        choice: `auto`, `required`, or the name of the one to call.
-        parallel: Whether it may call several.
+        choice: `auto`, `required`, or the name of the one to call. parallel: Whether an answer may call
+            several functions.
     """
 
     functions: tuple[Mapping[str, Any], ...]
@@ -101,7 +102,7 @@ class PrefillRequest:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A rule that an answer follows, in exactly one form.
+    """A constraint on an answer, in exactly one form.
 
     Args:
         json_schema: JSON.
@@ -137,13 +138,13 @@ class Call:
     """A checked request.
 
     Args:
-        sampling: A Prefill has `max_tokens` 0.
-        constraint: The run compiles it into a grammar and puts that into `options`.
+        sampling: A Prefill has `max_tokens` 0. constraint: The run compiles this constraint into a grammar in
+            `options`.
         fit_max_tokens: Whether to reduce `max_tokens` to the positions that are left.
         options: With a `keep_ttl_s` of 0 the prompt makes no session.
         remembers: Whether the prompt enters the prefix cache when the request ends.
-        retain_s: Seconds during which other cached blocks are evicted first.
-        skip_cache: Prefill all of the prompt, whatever the prefix cache has.
+        retain_s: Seconds during which other cached blocks are evicted first. skip_cache: Prefill the whole
+            prompt, even if the prefix cache has a part of it.
     """
 
     request_id: str
@@ -169,7 +170,7 @@ class Call:
 
 
 def tools_of(prompt: Prompt | None, append: Prompt | None) -> Tools | None:
-    """Return the tools that an answer may call: those of the text right before it."""
+    """Return the tools that an answer may call: those of the last prompt or appended text."""
     last = append or prompt
     return None if last is None else last.tools
 

@@ -37,14 +37,15 @@ _MAX_TOP_K = 1 << 20
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "temperature": float,
     "top_p": float,
-    "top_k": lambda top_k: max(int(top_k), 0),  # some files write -1 where it is off
+    "top_k": lambda top_k: max(int(top_k), 0),  # some files have -1 for off
 }
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""A message's role → its name in chat templates."""
+"""Names of the messages' roles in chat templates."""
 _MAX_SALT = 128
 _MAX_RETAIN_S = 7 * 86_400.0
 _OVERRIDING_OPTIONS = ("density", "share")
-"""While one of them is above 0, `tau` and `outside` do not count (`kernels.options.ScoredOptions`)."""
+"""If one of these options is above 0, `tau` and `outside` have no effect (`kernels.options.ScoredOptions`).
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Limits:
 
     @property
     def max_characters(self) -> int:
-        """The most characters that a text within the limits can have. A character has at least one byte."""
+        """The most characters of a text within the limits. A character has at least one byte."""
         return self.positions * self.longest_token
 
 
@@ -245,7 +246,7 @@ def model_sampling(generation: Mapping[str, Any], neutral: Sampling) -> Sampling
     sampled = generation.get("do_sample")
     if sampled is False:
         return neutral
-    assumed = {"temperature": 1.0} if sampled else {}  # as transformers does where a file samples
+    assumed = {"temperature": 1.0} if sampled else {}  # like transformers, if the file enables sampling
     said = {**assumed, **generation}
     given = {name: kind(said[name]) for name, kind in _KINDS.items() if said.get(name) is not None}
     try:

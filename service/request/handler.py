@@ -43,9 +43,9 @@ from deltafront.workers.waits import said_when_slow
 log = logging.getLogger(__name__)
 
 _FIELD_BYTES = 1 << 20
-"""Room for everything that is not text."""
+"""Bytes of a request besides its text."""
 _TEXTS = 4
-"""Room for texts that are not tokenised yet, in longest messages."""
+"""Memory for texts that wait to be tokenised, as a multiple of the longest message."""
 Headers = Iterable[tuple[str, str | bytes]]
 """gRPC's metadata or HTTP's headers."""
 Authenticate = Callable[[Headers], Caller]
@@ -77,7 +77,7 @@ class RequestHandler:
         self.text_budget = TextBudget(_TEXTS * resources.settings.max_message_bytes)
         self._accepted: set[Accepted] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        """Cancelled runs stay here until they have ended."""
+        """Tasks of all runs, also of cancelled ones that have not ended yet."""
         self._stopping = False
 
     @property
@@ -103,7 +103,7 @@ class RequestHandler:
         prompt = request.append or request.prompt
         if prompt is None or prompt.messages is None:
             return ""
-        with contextlib.suppress(TemplateError):  # the run refuses it
+        with contextlib.suppress(TemplateError):  # the run refuses the prompt
             tokenizer = self._resources.tokenizer.with_variables(prompt.chat_template_kwargs)
             return tokenizer.generation_prompt()
         return ""
@@ -221,7 +221,7 @@ class RequestHandler:
         worker = await self._resources.fleet.session_worker(worker_of(session_id))
         try:
             released = await worker.release_session(session_id, accepted.caller.owner)
-        except WorkerLost:  # after it was found
+        except WorkerLost:  # the worker died after it was found
             released = False
         except WorkerError as error:
             what = f"the session was not released: {error.message}"
@@ -256,9 +256,9 @@ class RequestHandler:
 
     async def _events(self, accepted: Accepted, run: RequestRun) -> AsyncGenerator[RequestEvent, None]:
         """Run the request and yield its events. Closing the stream cancels the run."""
-        if self._stopping:  # it may have been accepted before
+        if self._stopping:  # it may have been accepted before the stop
             raise Unavailable("this door is stopping: try again", retry_after_s=RETRY_S)
-        accepted.outcome = Cancelled("the client went away")  # unless the run ends first
+        accepted.outcome = Cancelled("the client went away")  # the run replaces this if it ends first
         task = accepted.task = asyncio.create_task(run.run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -272,7 +272,7 @@ class RequestHandler:
             task.cancel()
             while not accepted.events.empty():
                 self._release_unsent(accepted.events.get_nowait(), accepted.caller.owner)
-            accepted.conclude(accepted.outcome)  # a client that hears the end finds it counted
+            accepted.conclude(accepted.outcome)  # count it before the client sees the end
         if accepted.outcome is not None:
             raise accepted.outcome
 
@@ -291,7 +291,7 @@ async def _outcome(task: asyncio.Task[None]) -> DeltafrontError | None:
         return error
     except asyncio.CancelledError:
         if not task.cancelled():
-            raise  # the reader was cancelled, not the run
+            raise  # the consumer was cancelled, not the run
         return Cancelled("the request was cancelled")
     except Exception:
         return _internal_error()

@@ -1,4 +1,4 @@
-"""Limits on messages that are being received, and on calls without authentication."""
+"""Limits the messages that are received at once, and calls without authentication."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from deltafront.service.request.callers import RETRY_S, fits_share
 
 _T = TypeVar("_T")
 _RECEIVING_BYTES = 256 << 20
-"""Bytes of all messages that are received at once, each counted at its longest."""
+"""The most bytes of messages that are received at once. Each counts with the maximum size."""
 _ROOM_TIMEOUT_S = 10.0
 _RECEIVE_TIMEOUT_S = 60.0
 _KEPT_S = 5.0
 _CANCEL_WAIT_S = 0.1
-"""How long to wait with the answer to a call without a request, which gRPC may be about to cancel."""
+"""How long to delay the answer to a call without a request, because gRPC may be about to cancel it."""
 
 
 @dataclass(eq=False)
@@ -30,10 +30,10 @@ class _Place:
 
 
 class ReceiveLimit:
-    """Limits how many messages are received at once, per caller, and for how long.
+    """Limits the messages that are received at once, in all and per caller, and the time for each.
 
-    gRPC does not tell how much of a message has arrived. So a message keeps its place for _KEPT_S; after
-    that, until _RECEIVE_TIMEOUT_S, another message that waits may take the place.
+    gRPC does not report how much of a message has arrived. So a message has its place for at least _KEPT_S.
+    From then until _RECEIVE_TIMEOUT_S, a waiting message may take the place.
     """
 
     def __init__(self, max_message_bytes: int) -> None:
@@ -74,7 +74,7 @@ class ReceiveLimit:
         return fits_share(owner, mine + 1, len(self._held) + 1, self._places)
 
     def _shorten(self) -> None:
-        """Let the oldest message of the owner with the most of them arrive soon, or lose its place."""
+        """Shorten the time of the oldest message of the owner with the most messages."""
         counts = collections.Counter(place.owner for place in self._held)
         for place in sorted(self._held, key=lambda place: -counts[place.owner]):
             end = max(place.since + _KEPT_S, _now())
@@ -93,7 +93,7 @@ class OpenCall:
     async def wait(self, awaitable: Awaitable[_T]) -> _T:
         """Await something until the call must end. Raises TimeoutError.
 
-        Only such waits are cut short: gRPC never ends a call that is cancelled while it sends.
+        Only these waits are cut short, because gRPC never ends a call that is cancelled while it sends.
         """
         try:
             async with asyncio.timeout_at(self.until) as self.waiting:
@@ -108,10 +108,10 @@ class OpenCall:
 
 
 class NewestOnly:
-    """Limits calls without a bearer token. A new call never waits: it ends the oldest.
+    """Limits calls without a bearer token. If there are too many, a new call ends the oldest one.
 
     Args:
-        each_s: The longest call in seconds.
+        each_s: The longest duration of a call, in seconds.
         per_connection: Maximum calls of one connection. None: no separate limit.
     """
 
@@ -146,7 +146,7 @@ def _now() -> float:
 
 @contextlib.contextmanager
 def late(seconds: float) -> Iterator[None]:
-    """Raise TooSlow for a TimeoutError in the `with` block."""
+    """Turn a TimeoutError of the `with` block into TooSlow."""
     try:
         yield
     except TimeoutError:

@@ -1,7 +1,7 @@
-"""Time to first token (TTFT), cut into parts that add up to it.
+"""Splits the time to first token (TTFT) into parts that add up to it.
 
-A *lap* is work of the door. A *span* is a call to a worker, which reports its parts. The rest of a span is
-`transport` of request and reply.
+A *lap* is work of the door. A *span* is a call to a worker, which reports its own parts. The rest of a span
+is `transport`: sending the request and the reply.
 """
 
 import time
@@ -12,7 +12,7 @@ from deltafront.workers.messages.events import DecodeReport, PrefillReport
 
 TRANSPORT = "transport"
 REPLAY = "replay"
-"""Time lost to attempts that a worker's death ended."""
+"""The part for time lost in attempts that ended with a worker's death."""
 
 
 class TtftClock:
@@ -23,18 +23,18 @@ class TtftClock:
         self._stopped = False
         self._parts: dict[str, float] = {}
         self.intervals: list[Interval] = []
-        """The door's own parts, for a trace. Workers trace theirs."""
+        """The door's own parts, for a trace. Workers trace their parts themselves."""
 
     @property
     def elapsed(self) -> float:
         return self._now() - self.started
 
     def restart(self) -> None:
-        """Start counting now: the request has arrived."""
+        """Restart the clock, because the request has arrived."""
         self.started = self._last = self._now()
 
     def stop(self) -> None:
-        """Stop counting: the first token was sent."""
+        """Stop the clock, because the first token was sent."""
         self._stopped = True
 
     def lap(self, part: str) -> None:

@@ -45,7 +45,7 @@ class Endpoint:
 
 
 def _reasoning(part: AnswerPart) -> Json:
-    """Name it as vLLM does, and as vLLM and others did before."""
+    """Return reasoning under vLLM's field name and under its older name."""
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 
@@ -102,8 +102,8 @@ class Reply:
 
     Args:
         positions: Maximum tokens of prompt and answer together.
-        reasoning: Splits reasoning from content; None: all text is content.
-        calls: Parses calls of tools; None: the answer may call none.
+        reasoning: Splits reasoning from content; None: all text is content. calls: Parses tool calls; None:
+            the answer may not call tools.
     """
 
     endpoint: Endpoint
@@ -136,8 +136,8 @@ class Reply:
         return [self._chunk(_choice(self.endpoint.delta(part)), usage) for part in parts]
 
     def parts(self, text: str, tokens: int, last: bool = False) -> list[AnswerPart]:
-        """Split text into reasoning, content and calls; empty while it is held back. tokens: tokens of the
-        answer so far, including this text."""
+        """Split text into reasoning, content and tool calls. The parts are empty while the text is held back.
+        tokens: tokens of the answer so far, including this text."""
         parts = [AnswerPart(content=text)]
         if self.reasoning is not None:
             parts = [self.reasoning.push(text, tokens), *([self.reasoning.flush()] if last else [])]
@@ -231,7 +231,8 @@ _STATUSES: Mapping[Code, tuple[int, str, str | None]] = {
     Code.UNAVAILABLE: (503, _SERVER_ERROR, "unavailable"),
     Code.DEADLINE_EXCEEDED: (504, _SERVER_ERROR, "deadline_exceeded"),
 }
-"""Code → HTTP status, OpenAI's type and code. No client sees nginx's 499, because it has left."""
+"""HTTP status, OpenAI's type and OpenAI's code of each error code. No client sees 499, because the client has
+left."""
 
 _FIELD_NAMES = (
     (re.compile(r"^sampling\."), ""),
@@ -247,7 +248,7 @@ _SOURCE = re.compile(r"^(prompt|append)(\.(text|messages|token_ids))?")
 
 
 def _classify(error: DeltafrontError) -> tuple[int, str, str | None]:
-    """Return status, type and code. Where waiting does not help, it is 413 and not OpenAI's rate limit."""
+    """Return an error's status, type and code. If waiting cannot help, the status is 413 and not 429."""
     if isinstance(error, Overloaded) and error.retry_after_s is None:
         return 413, _CLIENT_ERROR, "request_too_large"
     if isinstance(error, TooSlow):
@@ -278,7 +279,7 @@ def error_body(error: DeltafrontError, source: str, positions: int) -> Json:
     status, kind, code = _classify(error)
     message, param = error.message.replace("the deadline", "timeout_s"), None
     if _is_late(error):
-        param, message = "timeout_s", message.partition(";")[0]  # without the advice on clocks
+        param, message = "timeout_s", message.partition(";")[0]  # leave out the advice to compare clocks
     if isinstance(error, UnknownModel):
         param, code = "model", "model_not_found"
     elif isinstance(error, TooLong):
@@ -290,7 +291,7 @@ def error_body(error: DeltafrontError, source: str, positions: int) -> Json:
         param = param if param == source else _SOURCE.sub(source, param, count=1)
         message = f"{param}{error.message.removeprefix(error.field)}"
     if isinstance(error, TooLong) or status == 413:
-        shown = f" ({code})" if isinstance(error, TooLong) else ""  # some clients see the message alone
+        shown = f" ({code})" if isinstance(error, TooLong) else ""  # some clients show only the message
         message = f"This model's maximum context length is {positions} tokens{shown}. {message}"
     return error_object(message, kind, param, code)
 

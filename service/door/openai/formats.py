@@ -1,4 +1,4 @@
-"""Reads the form that an answer is to have: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+"""Parses the requested format of an answer: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _ANY_OBJECT = {"type": "object"}
 def read_constraint(
     response_format: Mapping[str, Any] | None, structured_outputs: Mapping[str, Any] | None
 ) -> Constraint | None:
-    """Return the rule of one of the two fields. Raises InvalidArgument."""
+    """Return the constraint that either field requests. Raises InvalidArgument."""
     constraint = None if response_format is None else _of_format(response_format)
     if structured_outputs is None:
         return constraint

@@ -1,7 +1,7 @@
 """Parses OpenAI's chat completions and completions.
 
 A field is refused by name if it is unknown or not supported. Null, values without effect (`n: 1`) and labels
-(`user`) are accepted. The service's own fields stand beside OpenAI's.
+(`user`) are accepted. Requests may also have Deltafront's own fields.
 """
 
 import secrets
@@ -79,9 +79,10 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs", "logprob_token_ids"), ()),
     "repetition_detection": (),
 }
-"""Fields that this service, or one of its endpoints, lacks → values that change nothing."""
+"""Fields that this service or one of its endpoints does not support, with the accepted values, which change
+nothing."""
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options")
-"""Fields of no effect."""
+"""Fields that are accepted without effect."""
 _PART_LABELS = {"cache_control", "prompt_cache_breakpoint"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _ONE_ANSWER = "asks for more than the limit: this server gives 1 answer a request"
@@ -199,7 +200,7 @@ def _request(
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options", "needs stream: true")
     seed = fields.seed
-    if seed is None or seed < 0:  # each sampled answer has a new one, as OpenAI's have
+    if seed is None or seed < 0:  # like OpenAI, use a new seed for each sampled answer
         seed = secrets.randbits(_SEED_BITS)
     request = GenerateRequest(
         prompt=prompt,
@@ -236,15 +237,16 @@ def _retain_s(fields: _CommonFields) -> float | None:
 
 
 def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Read a message. OpenAI's client sends answers back with nulls and empty lists, which are ignored."""
+    """Parse a message. Nulls and empty lists are ignored, because OpenAI's client sends them with earlier
+    answers."""
     given = {field: value for field, value in message.items() if value is not None and value != []}
-    given.pop("name", None)  # no conversation of this service has several users
+    given.pop("name", None)  # names would tell users apart; chats here have one
     role, content = given.pop("role", None), given.pop("content", None)
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidArgument(f"{name}.role", f"{show(role)} must be one of {', '.join(_ROLES)}")
     more: dict[str, Any] = {}
     if role == "assistant":
-        for field in ("reasoning", "reasoning_content"):  # it is not read again
+        for field in ("reasoning", "reasoning_content"):  # earlier reasoning is not prefilled
             given.pop(field, None)
         if "tool_calls" in given:
             more["tool_calls"] = read_calls(f"{name}.tool_calls", given.pop("tool_calls"))

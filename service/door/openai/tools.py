@@ -1,4 +1,4 @@
-"""Reads the tools of a chat, and the calls in its earlier messages."""
+"""Parses a chat's tools, and the tool calls in its earlier messages."""
 
 import json
 import re
@@ -14,7 +14,7 @@ _FIELDS = {"name", "description", "parameters", "strict"}
 
 
 def read_tools(tools: list[Any], choice: object, parallel: bool) -> Tools | None:
-    """Return the tools that the model may call; None if it may call none. Raises InvalidArgument."""
+    """Return the tools that the model may call; None without any. Raises InvalidArgument."""
     functions = tuple(_function(f"tools[{index}]", tool) for index, tool in enumerate(tools))
     names = [function["name"] for function in functions]
     wanted = choice
@@ -51,7 +51,8 @@ def _function(path: str, tool: object) -> Mapping[str, Any]:
 
 
 def read_calls(path: str, calls: object) -> list[dict[str, Any]]:
-    """Read an assistant's calls, with arguments as JSON, for the chat template. Raises InvalidArgument."""
+    """Parse an assistant's tool calls, with arguments as JSON, for the chat template. Raises
+    InvalidArgument."""
     if not isinstance(calls, list):
         raise InvalidArgument(path, "must be a list")
     return [_call(f"{path}[{index}]", call) for index, call in enumerate(calls)]
@@ -75,7 +76,7 @@ def _call(path: str, call: object) -> dict[str, Any]:
 
 
 def call_id(path: str, given: object) -> str:
-    """Read the id of a call. Raises InvalidArgument."""
+    """Parse the id of a tool call. Raises InvalidArgument."""
     if not isinstance(given, str) or not _ID.fullmatch(given):
         raise InvalidArgument(path, "must be the id of a call: 1 to 64 letters, digits, '_', '.', ':' or '-'")
     return given

@@ -1,4 +1,4 @@
-"""The leases of an attempt on workers, a request's deadline, and retries of failed attempts."""
+"""An attempt's leases on workers, a request's deadline, and retries after failed attempts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from deltafront.workers.roles import Leased
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.25
-"""The pause before a replay if no other worker is left. Each next one is four times as long."""
+"""The first pause before a retry if no other worker is left. Each further pause is four times as long."""
 BUSY_RETRY_S = 5.0
-"""When to retry after a refusal that names no time."""
+"""The retry time after a refusal that names none."""
 
 
 class Attempt:
@@ -89,6 +89,6 @@ class Replays:
         self.resources.metrics.count_replay()
         if not fleet.view.ready:
             await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self.failures - 1))
-            with contextlib.suppress(Unavailable):  # the door keeps looking, and the next attempt waits
+            with contextlib.suppress(Unavailable):  # the next attempt waits for a worker
                 await fleet.refresh()
         self.clock.lap(REPLAY)

@@ -18,7 +18,7 @@ from deltafront.workers.roles import DecodeWorker
 
 READ_TOO_LATE = "the deadline passed while the prompt was being read"
 RETRY_ELSEWHERE = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
-"""Another worker may accept what one refuses for these."""
+"""Errors of one worker after which another worker may accept the request."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ async def admit(
 async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """Drop leading groups whose queue is full. Raises Overloaded if all are.
 
-    They are asked before pages are reserved, so that a refusal costs one question.
+    They are asked before pages are reserved, so that a refusal costs only one call.
     """
     refused, view = list[Refused](), resources.fleet.view
     for number, name in enumerate(groups):
@@ -108,7 +108,8 @@ async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: P
 
 
 def _of_all_queues(refused: Sequence[Refused]) -> Refused:
-    """Make one answer of all full groups'. A place in any of them will do, so their rates add."""
+    """Combine the answers of all full groups into one. A place in any group is enough, so their rates are
+    added."""
     first = soonest(refused)
     places_per_second = sum(1 / one.retry_after_s for one in refused if one.retry_after_s)
     return replace(first, retry_after_s=1 / places_per_second) if places_per_second else first

@@ -1,4 +1,4 @@
-"""Plans what one attempt has to prefill, and how many tokens it may still generate.
+"""Plans which tokens an attempt prefills, and how many it may still generate.
 
 A decode worker prefills answer tokens that were already streamed, because sparse prefill would compute
 different KV for them.
@@ -72,10 +72,10 @@ async def tokenize(
 
 
 async def constrained(resources: Resources, call: Call) -> Call:
-    """Put the grammar of a call's constraint into its options. It is compiled here, too, so that a wrong one
-    is refused before anything is prefilled. Raises InvalidArgument."""
+    """Put the grammar of a call's constraint into its options. Compile it here, too, so that a wrong one is
+    refused before prefill. Raises InvalidArgument."""
     tools, form = tools_of(call.prompt, call.append), resources.tokenizer.tool_format
-    if tools is not None and form is not None:  # without a format tokenising refuses them
+    if tools is not None and form is not None:  # without a format, tokenising refuses the tools
         grammar = await asyncio.to_thread(_tools_grammar, resources, call, form, tools)
         return replace(call, constraint=None, options=replace(call.options, constraint=grammar))
     given = vars(call.constraint) if call.constraint is not None else {}
@@ -156,7 +156,7 @@ class Plan:
         return PAGE_TOKENS * recompute_pages(self.recompute_blocks, self.prefill_tokens, appended=False)
 
     def inexact_ids(self, method: MethodSpec) -> bytes:
-        """Return the tokens whose KV may differ from that of dense attention: `prefill_ids`, or none."""
+        """Return the tokens whose KV may differ from dense attention's: `prefill_ids` or none."""
         return b"" if is_exact(method, self.prefill_tokens) else self.prefill_ids
 
 

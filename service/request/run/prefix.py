@@ -23,13 +23,13 @@ from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.roles import DecodeWorker
 
 _MIN_TOKENS = 128
-"""A shorter prefix is prefilled as fast as it is found."""
+"""Prefilling a shorter prefix takes no longer than finding it."""
 _MOST_REST = 2048
 """The most tokens after a prefix that a decode worker prefills while the workers' rates are unknown."""
 _ANSWER_WAIT_S = 0.5
 """The longest wait for a worker's answer, since the prompt can be prefilled instead."""
 _MUCH_FULLER = 0.5
-"""A worker is passed over if its share of pages in use exceeds another one's by this."""
+"""A worker is not used if its share of pages in use exceeds another worker's by this."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def worth_loading(prefix: Prefix, rates: Rates) -> Prefix:
 
 
 def hold_most(found: Mapping[str, int], workers: Sequence[DecodeStats], tokens: int) -> list[str]:
-    """Sort the workers with a prefix hit by the hit's length, without workers that are much fuller than
-    another.
+    """Sort the workers with a prefix hit by the hit's length. Leave out workers that are much fuller than
+    another worker.
 
     Args:
         found: Worker → tokens of its hit.
@@ -190,7 +190,7 @@ async def find_prefix(
 
 
 def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> PrefixHit | None:
-    """Choose the worker for the rest of a prompt; None: a group had better prefill all of it."""
+    """Choose the worker for the rest of a prompt; None if a group prefills the whole prompt sooner."""
     prefix = usable_prefix(hit.prefix.tokens, tokens)
     start = resume_at(hit.prefix.tokens, tokens, method)
     if not rest_is_long(prefix, start, tokens, rates):

@@ -61,7 +61,8 @@ class PromptPrefill:
             trace=self.call.options.trace,
         )
         self._reports: dict[int, tuple[PrefillReport, PrefillReport]] = {}
-        """Prefilled tokens → two reports, without lost work: the last group's, and all groups' together."""
+        """Two reports by number of prefilled tokens, without lost work: the last group's and all groups'
+        together."""
 
     async def run(self, progress: Callable[[Progress], None]) -> PrefillReport:
         """Prefill the prompt. Raises DeltafrontError, or WorkerError if the reservation is lost."""
@@ -82,7 +83,7 @@ class PromptPrefill:
     async def _resume(self, error: WorkerError) -> None:
         """Have the next group prefill what the decode worker lacks.
 
-        The decode worker is asked first: if it died, the group is not to blame.
+        Ask the decode worker first: if it has died, the group did not fail.
         """
         if isinstance(error, WorkerLost):
             self.resources.fleet.forget(error.worker)
@@ -131,7 +132,7 @@ class PromptPrefill:
         try:
             async for event in group.prefill(self._job):
                 if isinstance(event, ChunkRead):
-                    if event.tokens_done < event.tokens_total:  # the last is always computed
+                    if event.tokens_done < event.tokens_total:  # the last token is always computed
                         self._reports[event.tokens_done] = event.so_far, self._of_all_groups(event.so_far)
                     progress(Progress(tokens_done=event.tokens_done, tokens_total=event.tokens_total))
                 else:

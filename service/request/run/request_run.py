@@ -1,8 +1,9 @@
 """One request, from its checked call to its last event.
 
-The KV cache of its prompt comes from one of three sources. A prefill group prefills the prompt, or what
-follows a prefix hit. A decode worker with a prefix hit prefills a short rest itself. Or the request extends a
-session. Then a decode worker answers, or keeps the KV cache as a session for a Prefill (`max_tokens` 0).
+The prompt's KV cache comes from one of three sources: a prefill group prefills the prompt or the rest after a
+prefix hit; a decode worker with a prefix hit prefills a short rest itself; or the request continues a
+session. Then a decode worker answers. For a Prefill (`max_tokens` 0) it keeps the KV cache as a session
+instead.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ class RequestRun:
         self._prompt_ids = self._append_ids = b""
         self._key: prompts.PromptKey | None = None
         self._kept: tuple[DecodeWorker, events.Session] | None = None
-        """A session that the client learns of at the end."""
+        """The session that the last event will name."""
 
     async def run(self) -> None:
         """Run the request to its last event. Raises DeltafrontError."""
@@ -164,7 +165,7 @@ class RequestRun:
         """Answer from a prefix hit whose worker prefills the rest. Returns False if the prefix was evicted
         meanwhile, or the worker has no room.
 
-        Such a worker makes a session only with a first token, so a Prefill asks for one token.
+        On this path a worker makes a session only after a first token, so a Prefill requests one token.
         """
         worker, prefix = hit.worker, hit.prefix
         ids, start = plan.prefill_ids, prefix.tokens * requests.ID_BYTES
@@ -248,7 +249,7 @@ class RequestRun:
             session_id=plan.session_id,
             keep_tokens=plan.keep_tokens if plan.max_tokens else 0,
             options=replace(call.options, recompute_blocks=plan.recompute_blocks),
-            wait=not plan.prefix_tokens,  # another worker has room for the prompt
+            wait=not plan.prefix_tokens,  # with a prefix hit, another worker may have room
             door=self._resources.door,
             prefix_tokens=plan.prefix_tokens,
             reads_rest=plan.worker_prefills,
@@ -305,7 +306,7 @@ class RequestRun:
         except WorkerLost:
             self._release_kept()
         except (TimeoutError, WorkerError):
-            pass  # only page counts are lost
+            pass  # only counts of pages are lost
         return events.DecodeReport()
 
     def _finish(self, worker: DecodeWorker, event: events.FinishEvent) -> None:

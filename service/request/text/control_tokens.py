@@ -1,15 +1,15 @@
 """Prevents control-token injection: text in messages never becomes a control token.
 
-Control tokens mark turns and ends. A message that spells one must not speak in another role, so only those
-that the template wrote may stay control tokens. The tokenizer needs one text, because words merge across the
-borders of messages. So an alias tokenizer reads control tokens as text, and knows a secret alias for each,
-which replaces the template's.
+Control tokens mark turns and ends. A message that spells one must not speak in another role, so only the
+control tokens that the template writes may take effect. The tokenizer needs the whole text at once, because
+words merge across the borders of messages. So we use an alias tokenizer, which treats control tokens as plain
+text. Each control token has a secret alias in it, and the aliases replace the template's control tokens.
 
-To find the template's, messages are rendered again with masked contents, without the characters that control
-tokens begin and end with.
+To find the template's control tokens, the messages are rendered again with masked contents. These have none
+of the characters with which control tokens begin and end.
 
-The tokens around reasoning stay control tokens in the assistant's own messages: the model was trained on them
-there, and templates look for them. They end no turn.
+The tokens around reasoning stay control tokens in assistant messages, because the model was trained on them
+there and templates look for them. They do not end a turn.
 """
 
 import json
@@ -77,7 +77,7 @@ class ControlTokens:
         self.may_be_normalised = state["normalizer"] is not None and any(
             token["normalized"] for token in self._tokens.values()
         )
-        """Whether the normaliser may make a control token of a text without one."""
+        """Whether the normaliser may turn a text without control tokens into one with them."""
 
     def find(self, text: str) -> list[str]:
         return [match.group() for match in self._matches(text)]
@@ -85,7 +85,7 @@ class ControlTokens:
     def parts(self, message: Mapping[str, Any]) -> list[str]:
         """Split a message's content at the control tokens that it may use: text, token, text and so on.
 
-        Only assistant messages may use any: those around reasoning.
+        Only assistant messages may use control tokens: those around reasoning.
         """
         content = message["content"]
         return _REASONING.split(content) if message["role"] == "assistant" else [content]
@@ -160,7 +160,7 @@ class ControlTokens:
 
     @cached_property
     def model_ids(self) -> npt.NDArray[np.uint32]:
-        """The alias tokenizer's token ids → the model's."""
+        """The model's token ids, by the alias tokenizer's token ids."""
         vocabulary = self.alias_tokenizer.get_vocab()
         ids = {vocabulary[self._aliases[content]]: token["id"] for content, token in self._tokens.items()}
         model_ids = np.arange(max(vocabulary.values()) + 1, dtype=np.uint32)
@@ -168,7 +168,8 @@ class ControlTokens:
         return model_ids
 
     def _matches(self, text: str) -> Iterator[re.Match[str]]:
-        """Match as the tokenizer does: from the left, the longest first, some only as whole words."""
+        """Find control tokens like the tokenizer: from the left, the longest first, some only as whole
+        words."""
         for match in () if self._pattern is None else self._pattern.finditer(text):
             neighbours = text[match.start() - 1 : match.start()] + text[match.end() : match.end() + 1]
             if not (self._tokens[match.group()]["single_word"] and re.search(r"\w", neighbours)):
@@ -190,7 +191,7 @@ def map_texts(change: Callable[[str], str], parts: Sequence[str]) -> str:
 def map_message(
     change: Callable[[str], str], message: Mapping[str, Any], parts: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return a message with its texts changed: the parts of its content, and what its calls say."""
+    """Return a message with `change` applied to its texts: its content and the strings of its tool calls."""
     content, calls = map_texts(change, parts), message.get("tool_calls")
     if not calls:
         return {**message, "content": content}

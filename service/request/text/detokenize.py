@@ -1,4 +1,4 @@
-"""Turns token ids into text while they arrive: whole characters, and nothing past a stop string."""
+"""Turns token ids into text as they arrive. Sends whole characters, and nothing after a stop string."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from tokenizers.decoders import DecodeStream
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 16
-"""An unfinished character has at most 4 bytes. More tokens are garbage, or special ones without text."""
+"""The most tokens that are held back. An unfinished character has at most 4 bytes, so more tokens are garbage
+or special tokens without text."""
 
 
 class Detokenizer:
@@ -19,7 +20,7 @@ class Detokenizer:
     separately, and a new stream begins after the last complete text.
 
     Args:
-        spoken: Ids of special tokens that have a text here.
+        spoken: Ids of special tokens that are decoded to their text.
     """
 
     def __init__(self, tokenizer: Tokenizer, spoken: Mapping[int, str] | None = None) -> None:
@@ -52,13 +53,13 @@ class Detokenizer:
         return text
 
     def _begin(self) -> DecodeStream:
-        """Begin after earlier tokens, since the first of a text loses its space."""
+        """Start a stream after earlier tokens, because the first token of a text loses its space."""
         return DecodeStream(ids=self._before, skip_special_tokens=True)
 
 
 @dataclass(frozen=True)
 class Match:
-    """Text that may be sent. `stopped`: a stop string follows it."""
+    """Text that may be sent. `stopped`: whether a stop string follows it."""
 
     text: str
     stopped: bool = False

@@ -14,15 +14,15 @@ from deltafront.service.request.calls import pack_ids
 from deltafront.workers.messages.requests import ID_BYTES
 
 _PIECE = 16_384
-"""Characters of a piece of a long text, which one thread tokenises."""
+"""Characters in a piece of a long text. One thread tokenises a piece."""
 _BATCH = 16
-"""Pieces between two checks of the limit. Each takes 2 MB meanwhile."""
+"""Pieces that are tokenised between two checks of the limit. Each takes 2 MB."""
 _LONGEST_PIECE = 1 << 22
-"""Characters that are tokenised in one call at most, which takes 400 MB."""
+"""The most characters that are tokenised in one call, which takes 400 MB."""
 _PROBE = 4
-"""Characters per token of a long piece's beginning, which is tokenised first."""
+"""A long piece is first tokenised up to this many characters per permitted token."""
 _PROBE_SLACK = 64
-"""More tokens than a cut can add."""
+"""Tokens that a cut may add, with a margin."""
 _SEAM = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 """Long texts are cut before a space between two letters."""
 _PROBES = ("ab cd ef", "It's a b", "3d Print x", "ends. Then we", "TWO words Of a")
@@ -36,7 +36,7 @@ class TokenizationStopped(Exception): ...
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """When to stop tokenising: above `tokens` tokens, or when `stopped` returns True."""
+    """Tokenising stops above `tokens` tokens, or when `stopped` returns True."""
 
     tokens: int = 1 << 62
     stopped: Callable[[], bool] = bool
@@ -59,7 +59,7 @@ def tokenised(tokenizer: Tokenizer, text: str, limit: TokenLimit, *, add_bos: bo
             raise TextTooLong(f"is more than {limit.tokens} tokens: shorten it")
         for piece in batch:
             _check_piece(tokenizer, piece, limit.tokens)
-        # The fast form takes half the time, and a core for each piece.
+        # encode_batch_fast takes half of encode_batch's time, but one core per piece.
         head = 1 if add_bos and not ids else 0
         first = tokenizer.encode_batch_fast(batch[:head], add_special_tokens=True)
         rest = tokenizer.encode_batch_fast(batch[head:], add_special_tokens=False)
@@ -93,7 +93,8 @@ def _check_piece(tokenizer: Tokenizer, piece: str, tokens: int) -> None:
 
 
 def longest_token(tokenizer: Tokenizer, state: Mapping[str, Any]) -> int:
-    """Bound the bytes of text that a token stands for. A normaliser may turn four bytes into one."""
+    """Return the most bytes of text that one token can stand for. A normaliser may turn four bytes
+    into one."""
     kinds = {part["type"] for part in _components(state["pre_tokenizer"], "pretokenizers")}
     size = len if "ByteLevel" in kinds else lambda token: len(token.encode())
     longest = max(map(size, tokenizer.get_vocab()), default=1)
@@ -101,11 +102,11 @@ def longest_token(tokenizer: Tokenizer, state: Mapping[str, Any]) -> int:
 
 
 def splits_at_spaces(tokenizer: Tokenizer, state: Mapping[str, Any]) -> bool:
-    """Say whether pieces that are cut at seams have the ids of the whole text. state: tokenizer.json's
-    content.
+    """Return whether pieces that are cut at seams have the same ids as the whole text. state:
+    tokenizer.json's content.
 
     True for byte-level BPE, whose words begin with their space, if neither normaliser, added tokens nor BOS
-    reach across a seam. Unknown parts make it False.
+    reach across a seam. False if the tokenizer has unknown parts.
     """
     normalizers = {part["type"] for part in _components(state["normalizer"], "normalizers")}
     splitters = _components(state["pre_tokenizer"], "pretokenizers")

@@ -44,9 +44,8 @@ class HeldText:
 
 
 class TextBudget:
-    """A door's budget for texts. One caller's texts may take as much as they leave free (`fits_share`),
-    all long texts together three quarters, and a text that is alone everything.
-    """
+    """A door's budget for texts. One caller's texts may take at most as much as they leave free
+    (`fits_share`), all long texts together three quarters. A single text may take everything."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -67,7 +66,7 @@ class TextBudget:
         """Check that `size` bytes are available, if those of `replaced` are freed. Raises Overloaded."""
         if size > self._max_bytes:
             raise Overloaded(f"{size} bytes are more than this server reads at once, {self._max_bytes}")
-        size = max(size, 1)  # a request of which nothing has arrived needs room, too
+        size = max(size, 1)  # even a request without received bytes needs room
         others = [held for held in self._held if held is not replaced and held.size]
         everyone = size + sum(held.size for held in others)
         mine = size + sum(held.size for held in others if held.owner == owner)

@@ -103,12 +103,12 @@ class TextTokenizer:
 
     @functools.cached_property
     def tool_format(self) -> ToolFormat | None:
-        """The form of the model's calls; None if there is no template, or one without tools."""
+        """The model's format of tool calls; None if there is no template, or one without tools."""
         return None if self._template is None else format_of(self._template.source)
 
     @functools.cached_property
     def tool_tokens(self) -> Mapping[str, int]:
-        """Special tokens of calls, which text cannot spell."""
+        """Special tokens of tool calls, which plain text cannot produce."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         return {token.content: number for number, token in added if token.special and token.content in MARKS}
 
@@ -143,7 +143,8 @@ class TextTokenizer:
         return self._chat([], messages, add_generation_prompt, add_bos)
 
     def encode_chat_append(self, messages: Sequence[Message]) -> bytes:
-        """Encode messages that continue a conversation, without the template's beginning of a conversation.
+        """Encode messages that continue a conversation. Leave out the text that the template writes before a
+        conversation.
 
         They are rendered after a sample conversation that the template accepts. Raises TemplateError, also if
         the template rewrites earlier messages or leaves out a new one.
@@ -167,7 +168,7 @@ class TextTokenizer:
         return ""
 
     def spells(self, text: str) -> bool:
-        """Say whether an answer's text can contain `text`. Special tokens decode to no text."""
+        """Return whether an answer's text can contain `text`. Special tokens decode to no text."""
         return text in self.decode(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -210,7 +211,7 @@ class TextTokenizer:
         raise TemplateError(TEMPLATE_READS_TOKENS)
 
     def _template_tokens(self) -> set[str]:
-        """Added tokens that the template writes. Some models do not flag theirs as special."""
+        """Added tokens that the template writes. Some models do not flag these tokens as special."""
         added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         tokens = {text for text in self._special.values() if text in added}
         for conversation in _SAMPLE_CONVERSATIONS if self._template is not None else ():
@@ -222,7 +223,8 @@ class TextTokenizer:
     def _render_after(
         self, before: Sequence[Message], messages: Sequence[Message], add_generation_prompt: bool
     ) -> tuple[str, str]:
-        """Render what messages add to earlier ones, as they are and with numbered placeholders.
+        """Render the text that messages add after earlier ones, once as given and once with numbered
+        placeholders.
 
         Raises TemplateError if a message is missing, or an earlier one is repeated.
         """
@@ -247,7 +249,7 @@ class TextTokenizer:
         return rendered[len(head) :], harmless
 
     def _harmless(self, number: int, text: str) -> str:
-        """Return a placeholder, or white space as it is, since templates ask whether there is a text."""
+        """Return a placeholder for a text. White space stays, because templates test for empty texts."""
         return f"\N{ASTERISM}{number}\N{ASTERISM}" if text.strip() or self._control.find(text) else text
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
@@ -290,4 +292,4 @@ def _placeholder(role: str, name: str) -> Message:
 
 _SYSTEM, _USER, _ASSISTANT = (_placeholder(role, role) for role in ("system", "user", "assistant"))
 _SAMPLE_CONVERSATIONS = [[_SYSTEM, _USER], [_SYSTEM, _USER, _ASSISTANT], [_USER], [_USER, _ASSISTANT]]
-"""Appended messages may follow these. A template may refuse some."""
+"""Conversations before the appended messages. A template may refuse some of them."""

@@ -1,6 +1,6 @@
-"""Calls of tools in a model's own format: the grammar that an answer follows, and how calls are read from it.
+"""Tool calls in a model's own format: the grammar for answers, and the parser of tool calls in them.
 
-The format is known by its marker in the model's chat template.
+The format is recognised by its marker in the model's chat template.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from deltafront.service.request.calls import Tools
 from deltafront.service.request.text.detokenize import overlap
 
 _LENIENT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
-"""For a tool's parameters: what llguidance does not know is ignored, since tools have schemas of any kind."""
+"""Options for tools' parameters: llguidance ignores unknown keywords, because tools have all kinds of
+schemas."""
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
-"""Mistral's templates take ids of this length alone."""
+"""The only length of ids that Mistral's templates accept."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls: `trigger`, `head` with the tool's name, the arguments as JSON, and `tail`.
+    """A model's format of tool calls: `trigger`, `head` with the tool's name, the arguments as JSON, and
+    `tail`.
 
     Attributes:
-        marker: The format's mark in a chat template.
-        trigger: What begins calls after free text. Empty: an answer is either text or calls.
-        between: Comes between two calls.
-        first, last: With them one trigger begins all calls, and they stand around these.
+        marker: The text by which a chat template is recognised. trigger: The text before the first call.
+            Empty: an answer is either text or calls. between: The text between two calls. first, last: Texts
+            around all calls, which then follow one trigger.
     """
 
     marker: str
@@ -57,13 +58,14 @@ FORMATS = (
 )
 """Mistral's newer and older, Hermes' and Qwen's, Llama 3's."""
 MARKS = ("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>")
-"""Parts of these formats that are special tokens in some models."""
+"""Texts of these formats that are special tokens in some models."""
 _OTHERS = ("<arg_key>", "<function=", "<|channel|>")
-"""Marks of formats whose arguments are no JSON, or that are not text."""
+"""Markers of formats that are refused, because arguments are not JSON or calls are not text."""
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """Find the format in the text of a chat template; None if it has no tools, or in a form not read here."""
+    """Find the format by the text of a chat template; None if the template has no tools or an unsupported
+    format."""
     if "tools" not in template or any(mark in template for mark in _OTHERS):
         return None
     return next((form for form in FORMATS if form.marker in template), None)
@@ -73,7 +75,7 @@ def tools_grammar(form: ToolFormat, tools: Tools, special: Mapping[str, int], sc
     """Make the grammar of an answer that may, or must, call tools.
 
     Args:
-        special: Ids of the format's special tokens, which no text can spell.
+        special: Ids of the format's special tokens, which plain text cannot produce.
         schema: JSON that an answer without calls follows; None: it is free.
     """
     chosen = [one for one in tools.functions if tools.choice in ("auto", "required", one["name"])]
@@ -110,7 +112,7 @@ def _call(form: ToolFormat, function: Mapping[str, Any], special: Mapping[str, i
 
 
 def _words(text: str, special: Mapping[str, int]) -> str:
-    """Write a text in Lark, and special tokens by their ids."""
+    """Write a text as Lark, with special tokens as ids."""
     pattern = "|".join(map(re.escape, special)) or "(?!)"
     parts = re.split(f"({pattern})", text)
     written = [f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part]
@@ -119,7 +121,7 @@ def _words(text: str, special: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class CallPart:
-    """A piece of a call. The first one of a call has its id and name."""
+    """A piece of a tool call. Each call's first piece has its id and name."""
 
     index: int
     call_id: str = ""
@@ -128,22 +130,22 @@ class CallPart:
 
 
 class ToolCallParser:
-    """Tells calls from text in an answer that comes in any pieces and follows `tools_grammar`.
+    """Separates tool calls from text in a streamed answer that follows `tools_grammar`.
 
     Attributes:
-        calls: How many calls have begun.
+        calls: Number of calls that have begun.
     """
 
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
         self._held = ""
         self._calling: bool | None = None if not form.trigger else False
-        """None: it is not known yet, since the answer has not begun."""
+        """Whether the next text belongs to a call; None before the answer has begun."""
         self._arguments: _JsonEnd | None = None
         self.calls = 0
 
     def push(self, text: str) -> list[str | CallPart]:
-        """Take the next text, and return what is certain: text, or pieces of calls."""
+        """Take the next text, and return the text and pieces of calls that are certain."""
         self._held += text
         parts = list[str | CallPart]()
         while (part := self._next()) is not None:
@@ -151,7 +153,7 @@ class ToolCallParser:
         return [part for part in parts if part]
 
     def flush(self) -> list[str]:
-        """Return the rest of an answer that has ended. Of an unfinished call nothing is left."""
+        """Return the rest of an answer that has ended. An unfinished call is dropped."""
         held, self._held = self._held, ""
         return [held] if held and not self._calling else []
 
@@ -194,7 +196,7 @@ class ToolCallParser:
 
 
 class _JsonEnd:
-    """Finds the end of a JSON object that comes in pieces."""
+    """Finds the end of a streamed JSON object."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -202,7 +204,7 @@ class _JsonEnd:
         self.ended = False
 
     def find(self, text: str) -> int:
-        """Return how many characters of the next text belong to the object."""
+        """Return the number of characters of the next text that belong to the object."""
         for place, character in enumerate(text):
             if self._quoted:
                 closes = character == '"' and not self._escaped
