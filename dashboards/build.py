@@ -1,8 +1,8 @@
 """Writes every dashboard's JSON file: `make dashboards`.
 
-Every query names a metric that the service declares (a test checks it), and every query of every panel is
-asked of a real Prometheus that scrapes the real service (tests/e2e/test_dashboards.py), so that no panel
-stays empty because a metric is missing.
+Tests check that every query names a metric that the service declares, and run every panel's queries on a
+Prometheus that scrapes a real service (tests/e2e/test_dashboards.py). So no panel is empty because a metric
+is missing.
 """
 
 from __future__ import annotations

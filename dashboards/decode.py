@@ -1,4 +1,4 @@
-"""Decode: pace, batches, answers; sessions, the prefix cache, and the pages of both."""
+"""The decode dashboard: speed, batches, answers, sessions, the prefix cache and pages."""
 
 from __future__ import annotations
 

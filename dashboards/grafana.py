@@ -1,4 +1,4 @@
-"""Panels and dashboards as plain data, and what Grafana (schema 39) reads of them."""
+"""Panels and dashboards as plain data, and their conversion to Grafana's JSON (schema 39)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAG = "deltafront"
 _WIDTH = 24
 _BARS = 200
-"""The most bars of a bar gauge; Grafana's default is 25."""
+"""The most bars in a bar gauge; Grafana's default is 25."""
 _VARIABLES = (
     ("namespace", "Namespace", "label_values(deltafront_requests_total, namespace)"),
     ("model", "Model", 'label_values(deltafront_requests_total{namespace=~"$namespace"}, model_name)'),
@@ -19,7 +19,7 @@ _VARIABLES = (
 Json = dict[str, Any]
 Kind = Literal["timeseries", "stat", "bargauge", "heatmap", "table"]
 Level = tuple[float, str]
-"""A threshold and the colour from it on."""
+"""A threshold, and the colour of values from it on."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Query:
     """One PromQL query of a panel.
 
     Attributes:
-        legend: Legend of each series; in a table, the column's title.
-        unit, levels: Of that column.
+        legend: Legend of each series; in a table, the column's title. unit, levels: In a table, those of the
+            column.
     """
 
     expr: str
@@ -67,7 +67,7 @@ class Panel:
 
     @property
     def instant(self) -> bool:
-        """Say whether the panel shows one moment instead of a range."""
+        """Return whether the panel shows one moment instead of a time range."""
         return self.kind in ("stat", "bargauge", "table")
 
     @property
@@ -83,10 +83,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """One dashboard, and one JSON file.
+    """One dashboard, which becomes one JSON file.
 
     Attributes:
-        name: Name of the file; with `deltafront-` before it, the dashboard's uid.
+        name: Name of the file. The dashboard's uid is `deltafront-` and this name.
         variables: Variables besides namespace and model, as (name, title, query).
     """
 
@@ -117,7 +117,7 @@ class Dashboard:
         }
 
     def _placed(self) -> Iterator[Json]:
-        """Place the panels row by row; one that does not fit in the line starts a new one."""
+        """Place the panels row by row. A panel that does not fit into its row starts a new one."""
         y = number = 0
         for row in self.rows:
             number += 1
@@ -144,7 +144,7 @@ def _source() -> Json:
 
 
 def _variable(name: str, title: str, query: str) -> Json:
-    """One of a label's values, several, or all."""
+    """Make a variable with which users select one, several or all values of a label."""
     choice = {"includeAll": True, "allValue": ".*", "multi": True, "sort": 1, "refresh": 2}
     chosen = {"current": {"text": ["All"], "value": ["$__all"]}}
     about = {"name": name, "label": title, "type": "query", "datasource": SOURCE, "definition": query}
@@ -193,14 +193,14 @@ def _defaults(panel: Panel) -> Json:
         custom = {"showPoints": "never", "thresholdsStyle": {"mode": style}}
         custom |= {"stacking": {"mode": "normal"}, "fillOpacity": 40} if panel.stacked else {}
     least = {} if panel.signed else {"min": 0}
-    # The palette goes by a series' number. Names, whose hash chooses a colour, meet each other in one.
+    # Colours by a series' number: colours by a name's hash may be the same for two series.
     color = {"mode": "palette-classic" if panel.kind == "timeseries" else "thresholds"}
     thresholds = _thresholds(panel.levels)
     return {"unit": panel.unit, **least, "color": color, "custom": custom, "thresholds": thresholds}
 
 
 def _overrides(panel: Panel) -> Iterator[Json]:
-    """The columns' units and colours."""
+    """Set the columns' units and colours."""
     for query in panel.queries if panel.kind == "table" else ():
         properties: list[Json] = [{"id": "unit", "value": query.unit or panel.unit}]
         if query.levels:
@@ -230,13 +230,13 @@ def _options(panel: Panel) -> Json:
 
 
 def _units(panel: Panel) -> Json:
-    """A heat map has the unit of its histogram's bounds, or else of its cells."""
+    """Set a heat map's unit: that of the histogram's bounds, or else that of its cells."""
     bounds, cells = (panel.unit, "short") if panel.cumulative else ("short", panel.unit)
     return {"yAxis": {"unit": bounds}, "cellValues": {"unit": cells}}
 
 
 def _transformations(panel: Panel) -> list[Json]:
-    """One row for each value of the key, one column for each query."""
+    """Make a table with one row for each value of the key and one column for each query."""
     if not panel.key:
         return []
     by_key = {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": panel.key, "desc": False}]}}

@@ -1,4 +1,4 @@
-"""Overview: objectives, traffic, errors, saturation."""
+"""The overview dashboard: objectives, traffic, errors, saturation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from deltafront.dashboards.promql import (
 )
 
 SLOW_BUDGET, ERROR_BUDGET = 0.05, 0.01
-"""Allowed shares of first tokens after more than 30 s and of requests that fail by the service's fault: the
-objectives of deploy/kubernetes/monitoring/rules.yaml."""
+"""The permitted shares of first tokens after more than 30 s, and of requests that fail through the service's
+fault (the objectives in deploy/kubernetes/monitoring/rules.yaml)."""
 _BURNING = ((1.0, "orange"), (6.0, "red"))
 IN_TIME = 'le="30.0"'
 OURS, REFUSED = 'outcome=~"internal|unavailable"', 'outcome="resource_exhausted"'

@@ -1,4 +1,4 @@
-"""The prefill pipeline: groups and their queues, stages and bubbles, and the hand-off to decode."""
+"""The prefill dashboard: groups and their queues, stages and bubbles, and the hand-off to decode workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries in PromQL over Deltafront's series, all within the dashboard's namespace and model."""
+"""PromQL queries of Deltafront's series, limited to the dashboard's namespace and model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ PREFIX = "deltafront_"
 SELECTOR = 'namespace=~"$namespace",model_name=~"$model"'
 NAMESPACE = 'namespace=~"$namespace"'
 NOW = "$__rate_interval"
-"""Window of a panel over time: as short as the scrape interval allows."""
+"""The rate window of a panel over time: as short as the scrape interval permits."""
 RANGE = "$__range"
-"""Window of a panel with one number: the dashboard's whole time range."""
+"""The rate window of a panel with one number: the dashboard's whole time range."""
 
 
 def series(name: str, where: str = "") -> str:
@@ -57,7 +57,8 @@ def quantile(q: float, name: str, by: str = "", where: str = "", window: str = N
 
 
 def in_order(expr: str, label: str, digits: int = 3) -> str:
-    """Pad the number that a label's values begin with to `digits` digits, so that they sort by number."""
+    """Pad the number at the beginning of a label's values to `digits` digits, so that the values sort by
+    number."""
     for missing in range(1, digits):
         number = f"([0-9]{{{digits - missing}}}[^0-9]*)"
         expr = f'label_replace({expr}, "{label}", "{"0" * missing}$1", "{label}", "{number}")'
@@ -65,7 +66,7 @@ def in_order(expr: str, label: str, digits: int = 3) -> str:
 
 
 def by_worker(gauge: str, where: str = "", also: str = "") -> str:
-    """Return one value per worker and value of the label `also`, though several doors report it."""
+    """Return one value for each worker and value of the label `also`, although several doors report it."""
     labels = ", ".join(filter(None, ("worker", also)))
     return f"max by ({labels}) ({series(gauge, where)})"
 

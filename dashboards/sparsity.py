@@ -1,4 +1,5 @@
-"""Time saved by sparse attention and spent on choosing tiles, by method, layer and stage."""
+"""The sparsity dashboard: time saved by sparse attention and time spent on choosing tiles, by method, layer
+and stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time to first token: its distribution, its parts, and both by prompt length."""
+"""The dashboard of the time to first token: its distribution and its parts, also by prompt length."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _KINDS = {
     "decode": _DECODE,
     "door": _DOOR,
 }
-"""Each part of TTFT belongs to one kind."""
+"""Kinds of the parts of TTFT. Each part belongs to one kind."""
 _COUNT = rate(f"{_TTFT}_count", "prompt", window=RANGE)
 
 
 def _parts(where: str) -> str:
-    """Mean seconds of a request by part; these add up to the mean time to first token."""
+    """Query a request's mean seconds by part, which add up to the mean time to first token."""
     return f"{rate(_PARTS, 'part', where)} / ignoring (part) group_left {rate(_TTFT + '_count')}"
 
 

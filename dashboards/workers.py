@@ -1,4 +1,4 @@
-"""Every prefill group and decode worker by itself, in a table and over time."""
+"""The workers dashboard: each prefill group and decode worker, in a table and over time."""
 
 from __future__ import annotations
 

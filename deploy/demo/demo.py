@@ -1,9 +1,10 @@
-"""`make demo`: the whole service on this machine, one long document, two questions.
+"""`make demo`: runs the whole service on this machine and asks two questions about one long document.
 
-Starts Ray and Deltafront (two prefill stages and one decode worker, on the CPU), sends a document of about
-8K tokens with a question, shows the progress while it is read, streams the answer, then asks a second
-question on the session, which does not read the document again. At last the document comes again by OpenAI's
-API, which knows no sessions, and is not read again either. Stops everything it started.
+The demo starts Ray and Deltafront with two prefill stages and one decode worker, on the CPU. It sends a
+document of about 8K tokens with a question, shows the progress of prefill and streams the answer. The second
+question goes to the session, so the document is not prefilled again. At last the demo sends the document by
+OpenAI's API, without a session; the prefix cache has it, so again there is no prefill. Then the demo stops
+everything it started.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 # ruff: noqa: E402
 import signal
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules are loaded has no traceback
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C while modules load
 
 import argparse
 import itertools
@@ -36,12 +37,12 @@ from deltafront.workers.calibration import needles as hay
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "config" / "demo.yaml"
-CHARACTERS_PER_TOKEN = 4.15  # of this text with this model's tokenizer; the server reports the true count
-CHARACTERS_PER_NEEDLE_TOKEN = 2.34  # numbers and uuids
+CHARACTERS_PER_TOKEN = 4.15  # an estimate for this text; the server reports the true count
+CHARACTERS_PER_NEEDLE_TOKEN = 2.34  # for numbers and uuids
 
 
 def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source: Any) -> GenerateFinished:
-    """Send one question, show progress and tokens, return the finish event."""
+    """Send one question, show progress and tokens, and return the last event."""
     console.print(f"\n[bold]Question:[/bold] {needle.question.strip()} …")
     finish: GenerateFinished | None = None
     answer = ""
@@ -55,7 +56,7 @@ def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source
             bar.update(task, completed=first.tokens_done, total=first.tokens_total)
             first = next(events)
         if bar.tasks[task].total is None:
-            bar.remove_task(task)  # nothing had to be read
+            bar.remove_task(task)  # nothing was prefilled
     console.print("[bold]Answer:[/bold]", end="")
     for event in itertools.chain([first], events):
         match event:
@@ -94,8 +95,8 @@ def show_timings(console: Console, title: str, finish: GenerateFinished) -> None
 
 
 def ask_by_openai(console: Console, api: str, model: str, prompt: str, first_s: float) -> None:
-    """Send the whole document again, as OpenAI's clients do, and say how much of it was remembered. first_s:
-    how long its first question took to the first token."""
+    """Send the whole document again by OpenAI's API, and print how much of it was cached. first_s: the first
+    question's time to first token."""
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
     request = urllib.request.Request(
         f"{api}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

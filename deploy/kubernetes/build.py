@@ -1,8 +1,8 @@
 """`make manifests`: puts each overlay's configuration into its RayService.
 
-An overlay's `config.yaml` is a configuration file like those in deploy/config. What Ray Serve needs around it
-is `serve_config`'s business, and the result is an overlay's `serve.yaml`: a JSON 6902 patch, because a
-RayService carries it as one string. A test compares the files with what this makes of them.
+An overlay's `config.yaml` is a configuration file like those in deploy/config. `serve_config` makes Ray
+Serve's configuration of it. The result is the overlay's `serve.yaml`, a JSON 6902 patch, because a RayService
+contains Serve's configuration as one string. A test checks that the files are up to date.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def overlays() -> list[Path]:
 
 
 def patch(overlay: Path) -> str:
-    """The content of serve.yaml. Raises ConfigError for a configuration that cannot be used."""
+    """Return the content of serve.yaml. Raises ConfigError for a configuration that cannot be used."""
     content = yaml.safe_load((overlay / "config.yaml").read_text(encoding="utf-8"))
     settings = parse(content)
     if is_local(settings.door.host):
@@ -48,15 +48,14 @@ def patch(overlay: Path) -> str:
 def check_labels(cluster: dict[str, Any], settings: ServiceConfig, source: str) -> None:
     """Check that each section's node_labels are among a worker group's own `labels`.
 
-    KubeRay gives every pod its group's name as a label. Ray's autoscaler, though, knows the labels of a pod
-    that it could ask for only from the group's `labels`. Without them it never makes one.
+    KubeRay gives every pod its group's name as a label. But Ray's autoscaler knows the labels of future pods
+    only from the group's `labels`. Without them it never starts a pod.
 
     Args:
-        cluster: A RayService's rayClusterConfig.
-        source: Names it in errors.
+        cluster: A RayService's rayClusterConfig. source: The cluster's name in error messages.
 
     Raises:
-        ConfigError: No group has a section's labels, or a group has not its own name as one.
+        ConfigError: No group has a section's labels, or a group lacks its own name as a label.
     """
     groups = {group["groupName"]: group.get("labels", {}) for group in cluster["workerGroupSpecs"]}
     for name, labels in groups.items():

@@ -1,1 +1,1 @@
-"""The command line, `deltafront`: `main.py` has its commands."""
+"""The commands of `deltafront`. Start at `main.py`."""

@@ -14,11 +14,11 @@ from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.settings import KVDtype, PrefillConfig
 
 CPU_TOKENS = 32_768
-"""The longest context on CPUs, unless --max-model-len asks for another."""
+"""The longest context on CPUs without --max-model-len."""
 _HOST_SHARE = 0.5
-"""The most of the free host memory that the prefix cache takes."""
+"""The largest share of the free host memory for the prefix cache."""
 _HOST_PAGES = 2
-"""Host memory for the prefix cache, at most, as a multiple of the GPUs' KV cache. It is pinned at the start,
+"""The most host memory for the prefix cache, as a multiple of the GPUs' KV cache. It is pinned at the start,
 which takes seconds for tens of GiB."""
 
 
@@ -38,8 +38,11 @@ NO_WISHES = Wishes()
 
 @dataclass(frozen=True)
 class Choice:
-    """content: the configuration for `service.config.parse`, without the adapter. lines: what was chosen and
-    what fits, to print.
+    """A chosen configuration.
+
+    Attributes:
+        content: For `service.config.parse`, without the adapter.
+        lines: Two lines to print: the choice, and the contexts that fit.
     """
 
     content: dict[str, Any]
@@ -127,8 +130,8 @@ def _on_gpus(model: ModelConfig, path: str, machine: Machine, gpus: Sequence[Gpu
 
 
 def _plan(demand: Demand, asked: bool) -> tuple[Demand, HostPlan]:
-    """Plan for the whole context with the KV cache in 16 bits, else in 8 bits, else for the longest context
-    that fits. asked: the context's length was asked for, so a shorter one is no answer."""
+    """Plan for the whole context with a 16-bit KV cache, else with 8 bits, else for the longest context that
+    fits. asked: the caller requested this length, so a shorter context is an error."""
     for kv_dtype in (None, "int8"):
         tried = replace(demand, kv_dtype=_kv_dtype(kv_dtype))
         if (found := best(tried)) is not None:
@@ -150,9 +153,8 @@ def _kv_dtype(name: str | None) -> KVDtype | None:
 
 
 def host_gib(free_gib: float, kept_gib: float) -> float:
-    """Choose the prefix cache's host memory in GiB. It also holds what the GPUs hold, so a smaller size is
-    useless: 0.
-    """
+    """Choose the prefix cache's host memory in GiB. It has copies of all cached blocks on the GPUs, so less
+    memory than the GPUs' is useless, and the result is 0."""
     gib = int(min(_HOST_SHARE * free_gib, _HOST_PAGES * kept_gib))
     return float(gib) if gib > kept_gib else 0.0
 

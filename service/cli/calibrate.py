@@ -1,4 +1,4 @@
-"""`deltafront calibrate`: choose a model's Δ-layers and each head's thresholds.
+"""`deltafront calibrate`: chooses a model's Δ-layers and each head's thresholds.
 
 torch is imported when the command runs.
 """
@@ -174,7 +174,7 @@ def _check_options(context: typer.Context, profile: Path | None) -> None:
 def _check_add(context: typer.Context) -> None:
     if not context.params["density"]:
         fail("--add needs --density: it adds levels to what --profile has")
-    for name in (*PAGE_OPTIONS, "allocation"):  # the old profile's figures name its allocation
+    for name in (*PAGE_OPTIONS, "allocation"):  # the old profile's figures have its allocation
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             fail(f"--add makes levels and nothing else: leave out --{name.replace('_', '-')}")
@@ -189,7 +189,7 @@ def _choose_delta_layers(
     _tell(f"Reading {len(texts)} texts of up to {max(len(text.ids) for text in texts)} tokens")
     if dense_layers is None:
         return calibrate(stack, texts, layers, **pages)
-    first = calibrate(stack, texts, 1, **pages)  # the search finds out how many
+    first = calibrate(stack, texts, 1, **pages)  # the search chooses their number
     return refine(stack, texts, first, dense_layers, **pages, tell=err.print)
 
 
@@ -198,7 +198,7 @@ def _tell(progress: str) -> None:
 
 
 class _Documents:
-    """Pieces of the texts, with hidden facts if questions are asked."""
+    """Documents made of the texts, with hidden facts if there are questions."""
 
     def __init__(self, tokenizer: Tokenizer, contents: dict[str, str], questions: int) -> None:
         def encode_all(texts: Sequence[str]) -> list[list[int]]:
@@ -212,8 +212,8 @@ class _Documents:
     def for_pages(self, budget: int, tokens: int | None) -> list[Document]:
         """Make documents from the texts, for choosing Δ-layers. Raises ValueError if a text is too short.
 
-        With questions there are three more: only facts, where all pages look alike; several values for one
-        key; and chains of variables.
+        With questions there are three more documents: facts alone, so that all pages look alike; several
+        values for one key; and chains of variables.
 
         Args:
             budget: Page budget K.

@@ -1,7 +1,7 @@
 """`deltafront drain`: drain this pod's Ray node, as a preStop hook.
 
-Kubernetes tells only the pod that it will end. Serve replaces replicas, and lets them finish, if Ray drains
-the node.
+Kubernetes announces the end only to the pod, not to Ray. If Ray drains the node, Serve replaces its replicas
+and lets them finish.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from deltafront.service.cli.terminal import err, fail
 
 _PERIOD_S = 1.0
 _TIMEOUT_S = 30.0
-"""A head that takes longer does not answer."""
+"""Timeout of a call to the head."""
 _HEAD_BACK_S = 90.0
-"""How long a head may be away: it may be drained itself, and without it nothing is replaced. A head that
-stays away longer has ended with the whole cluster."""
+"""How long to wait for a missing head: it may be drained itself, and without it nothing is replaced. After
+this time the whole cluster has ended."""
 
 
 class DrainError(Exception):
@@ -59,15 +59,15 @@ def drain_node(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Sequence[str]:
-    """Drain the node of `local` that Ray knows; there must be exactly one.
+    """Drain the only node among `local` that Ray knows.
 
-    While Ray's head is away this waits, and then asks it again: a new head knows of no drain.
+    If Ray's head is away, wait, and then ask again, because a new head does not know of the drain.
 
     Returns:
-        The classes of the actors that are left after deadline_s.
+        The classes of the actors that still run after deadline_s.
 
     Raises:
-        DrainError: There is no such node, or several, or Ray refuses, or its head stays away.
+        DrainError: There is no such node or more than one, or Ray refuses, or its head stays away.
     """
     from ray.exceptions import RayError
 

@@ -22,7 +22,8 @@ _SHADES = "·░▒▓█"
 _MAP_ROWS = 32
 
 _MAP, _GAP, _MARGIN, _LINE, _LABEL = 96, 6, 16, 18, 72
-"""Pixels: a map's longest side, the gap between maps, the margin, a line of text, layers' names."""
+"""Sizes in pixels: a map's longest side, the gap between maps, the margin, a line of text, the column of
+layer names."""
 _PAPER, _CAUSAL, _READ, _INK = (255, 255, 255), (222, 228, 236), (24, 71, 133), (40, 40, 40)
 _PARTS = ((24, 71, 133), (217, 119, 6), (22, 128, 89), (190, 50, 50), (112, 72, 160), (90, 140, 190),
           (140, 140, 40), (200, 100, 150), (110, 110, 110), (60, 170, 170))  # fmt: skip

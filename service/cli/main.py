@@ -1,6 +1,6 @@
-"""`deltafront` and its commands.
+"""The commands of `deltafront`.
 
-Only answers go to standard output. An error is one line that says what to do.
+Only results go to standard output. An error is one line that says what to do.
 """
 
 import dataclasses

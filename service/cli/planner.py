@@ -1,5 +1,4 @@
-"""Plans how a model is served on the GPUs of one host: stages, ranks and cache sizes. Memory is counted as in
-`size`."""
+"""Plans stages, ranks and cache sizes for a model on the GPUs of one host. Memory is counted as in `size`."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -22,9 +21,9 @@ from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.settings import Dtype, KVDtype, Quantisation
 
 MOST_GPUS = 16
-"""The most GPUs that a host is planned with."""
+"""The most GPUs of a host."""
 _LEAST_TOKENS = 256
-"""Tokens that `decode.warm_up` needs room for."""
+"""The smallest KV cache in tokens, which `decode.warm_up` needs."""
 _CHUNK_TOKENS = 16_384
 _APPEND_CHUNK_TOKENS = 512
 _THREADS = 4

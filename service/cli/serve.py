@@ -104,7 +104,7 @@ def _chosen(model: str, adapter: str | None, wishes: Wishes) -> ServiceConfig:
 
 
 def _with_other_model(settings: ServiceConfig, model: str, adapter: str | None) -> ServiceConfig:
-    """Leave out what belongs to the file's model."""
+    """Replace the model of a configuration file, and drop the settings that belong to the old model."""
     old = settings.model
     spec = ModelSpec(path=model, adapter=adapter, dtype=old.dtype, quantisation=old.quantisation)
     decode = replace(settings.decode, page_selection="full", delta_layers=())

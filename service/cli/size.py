@@ -16,9 +16,9 @@ GIB = 1 << 30
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE_BYTES = _WIDE_BYTES = 4
 RESERVE_GIB = 8.0
-"""Per process on a GPU: the CUDA context and NCCL (1 GiB), an MLP's activations of 16,384 tokens (3 GiB for
-70B), tile selection (2.9 GiB at 524,288 tokens: docs/performance.md), CUDA graphs.
-"""
+"""Memory of each process on a GPU besides weights and KV cache: the CUDA context and NCCL (1 GiB), an MLP's
+activations of 16,384 tokens (3 GiB for 70B), tile selection (2.9 GiB at 524,288 tokens: docs/performance.md),
+CUDA graphs."""
 
 
 _8B = ModelConfig(
@@ -36,12 +36,12 @@ _8B = ModelConfig(
 )
 _70B = replace(_8B, layers=80, hidden=8192, intermediate=28_672, q_heads=64)
 SHAPES: Mapping[str, ModelConfig] = {"8b": _8B, "70b": _70B}
-"""Models of Llama 3.1. Their names may be given in place of a model directory."""
+"""Llama 3.1's models. Their names are accepted instead of a model directory."""
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """The GPUs for contexts that are prefilled one at a time, and decoded `concurrency` at once.
+    """The GPUs for contexts that are prefilled one at a time, of which `concurrency` are decoded at once.
 
     Attributes:
         tokens: Tokens of prompt and answer.
@@ -118,9 +118,7 @@ def kv_bytes(model: ModelConfig, layers: int, dtype: Dtype, kv_dtype: KVDtype | 
 
 
 def brought_back_bytes(model: ModelConfig, cache_tokens: int, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
-    """Count the bytes of the copy in `dtype` that a stage makes of one layer's 8-bit KV cache, to attend
-    to.
-    """
+    """Count the bytes of a stage's copy of one layer's 8-bit KV cache in `dtype`, to which it attends."""
     tokens = pages_for(cache_tokens) * PAGE_TOKENS
     return 0 if kv_dtype is None else tokens * kv_bytes(model, 1, dtype)
 

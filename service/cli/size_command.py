@@ -113,7 +113,7 @@ def size_command(
             print(json_format.dumps(asdict(sized) | derived))
     else:
         rows, table = [row(sized) for sized in sizings], Table(show_header=False)
-        for name in rows[0]:  # columns, since rows would be too wide for a terminal
+        for name in rows[0]:  # one column per result, because rows would be too wide
             table.add_row(name, *(values[name] for values in rows))
         Console().print(table)
 
@@ -188,7 +188,7 @@ def _shape(name: str) -> ModelConfig:
 
 
 def _path(name: str) -> str:
-    """Return what `model.path` says: an absolute path, or a hub id."""
+    """Return the value of `model.path`: an absolute path, or a hub id."""
     path = Path(name).expanduser()
     return HUB.get(name) or (str(path.resolve()) if path.exists() else name)
 

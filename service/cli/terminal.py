@@ -1,4 +1,4 @@
-"""The commands' input and output."""
+"""Input and output of the commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from deltafront.workers.messages.events import Progress, Token, Usage
 
 _SIGNIFICANT_S = 0.0005
 _STAGES_PER_TABLE = 5
-"""More stages do not fit into 80 columns."""
+"""The most stages that fit into 80 columns."""
 
 # Options that several commands take.
 Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
@@ -102,7 +102,7 @@ class ProgressBar:
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
-        shown = console.is_terminal  # elsewhere rich would leave an empty line
+        shown = console.is_terminal  # without a terminal rich would print an empty line
         self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not shown)
         self._task: Any = None
         self._stopped = False
@@ -116,7 +116,7 @@ class ProgressBar:
         self._bar.update(self._task, completed=event.tokens_done, total=event.tokens_total)
 
     def stop(self) -> None:
-        if self._task is not None and not self._stopped:  # rich ends a line each time
+        if self._task is not None and not self._stopped:  # rich ends a line at each stop
             self._bar.stop()
         self._stopped = True
 

@@ -1,11 +1,11 @@
 """Ends the processes and removes the folder of a killed service.
 
 A service locks a file in its folder, and the kernel releases the lock when the service dies. All processes of
-Ray and HAProxy keep a log open there. So a process that gets the lock may kill them and remove the folder. A
-reaper process, which runs this file without the package, does so at once; if it was killed, too, the next
-start does.
+Ray and HAProxy have an open log file in the folder. So a process that gets the lock may kill these processes
+and remove the folder. A reaper process, which runs this file without the package, does this at once. If the
+reaper was killed, too, the next start does it.
 
-Environment variables do not identify the processes, since Ray's write their titles over them.
+Environment variables cannot identify the processes, because Ray overwrites them with process titles.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pathlib import Path
 
 _PREFIX, _LOCK, _UNLOCKED, _SAID = "deltafront-", "owner.lock", "owner.new", "said"
 EXIT_S = 5.0
-"""How long processes may take to exit after SIGKILL and free their ports."""
+"""The time in which processes exit after SIGKILL and free their ports."""
 
 
 @contextlib.contextmanager
@@ -31,8 +31,8 @@ def service_folder(terminal: int | None = None, last_words: str = "") -> Iterato
     """Make a folder that is removed when the `with` block ends or this process is killed.
 
     Args:
-        terminal: A descriptor to which the reaper writes `last_words` if this process ends without `said`.
-            Ray ends its driver, which this process is, when its node is lost.
+        terminal: A descriptor to which the reaper writes `last_words` if this process ends without a call of
+            `said`. This process is Ray's driver, which Ray ends when its node is lost.
     """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     with (folder / _UNLOCKED).open("w") as file:
@@ -53,7 +53,7 @@ def service_folder(terminal: int | None = None, last_words: str = "") -> Iterato
 
 
 def said(folder: Path) -> None:
-    """Record that this process has printed why it ends."""
+    """Record that this process has printed the reason for its end."""
     (folder / _SAID).touch()
 
 
@@ -64,8 +64,8 @@ def clean_up_killed_services() -> list[Path]:
 
 
 def _clear_if_dead(lock: Path) -> bool:
-    """Clear a lock's folder if no process holds it. Another user may have made anything there, and a pipe in
-    place of the lock would be waited for."""
+    """Clear a lock's folder if no process holds the lock. Another user may have made a pipe in place of the
+    lock; opening it must not block."""
     try:
         if lock.parent.lstat().st_uid != os.geteuid():
             return False
@@ -75,7 +75,7 @@ def _clear_if_dead(lock: Path) -> bool:
                 return False
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clear(lock.parent)
-    except OSError:  # its service lives, or another process clears it
+    except OSError:  # the service lives, or another process clears the folder
         return False
     return True
 
@@ -97,7 +97,7 @@ def kill_processes(folder: Path) -> None:
 def writers(folder: Path) -> Iterator[int]:
     """Yield the ids of this user's other processes that write to files in the folder."""
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             if int(path.name) != os.getpid() and any(
                 _writes_to(folder, fd) for fd in os.scandir(path / "fd")
             ):
@@ -108,7 +108,7 @@ def _writes_to(folder: Path, descriptor: os.DirEntry[str]) -> bool:
     try:
         mode = descriptor.stat(follow_symlinks=False).st_mode
         return bool(mode & stat.S_IWUSR) and os.readlink(descriptor.path).startswith(f"{folder}/")
-    except FileNotFoundError:  # it was closed meanwhile
+    except FileNotFoundError:  # the file was closed meanwhile
         return False
 
 

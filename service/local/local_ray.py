@@ -38,29 +38,30 @@ from deltafront.workers.waits import said_when_slow
 
 _OBJECT_STORE_BYTES = 2 << 30
 _LEAST_BYTES = 100 << 20
-"""Ray starts no node that has less beside its object store."""
+"""The least memory besides the object store with which Ray starts a node."""
 PERIOD_S = 0.5
-"""How often Ray's processes are looked at."""
+"""Seconds between two checks of Ray's processes."""
 REQUIRED = {"gcs_server": "Ray's control store", "raylet": "Ray's node"}
-"""Ray's name → ours."""
+"""Our names for Ray's processes."""
 _OWNER_CPUS = 0.1
 _LOG_LINES = 20
 _RETRY_S = 0.2
 _LONGEST_SOCKET_PATH = 97
 _SOCKET_PATH = f"/deltafront-{8 * 'x'}/{56 * 'x'}/metrics.sock"
-"""The longest path below TMPDIR: our folder, Serve's node id, HAProxy's longest name."""
+"""The longest path of a socket below TMPDIR: our folder, Serve's node id, HAProxy's longest name."""
 PROXY_PERIOD_S = 2.0
-"""How often Serve checks each HAProxy (Ray: 10 s), which it replaces after three failures."""
+"""Seconds between Serve's checks of each HAProxy (Ray's default: 10), which it replaces after three failures.
+"""
 _DEFAULTS = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": f"{PROXY_PERIOD_S}",
-    # Less idle work: five control loops a second instead of ten. Fewer would delay the start.
+    # Five control loops per second instead of ten, for less idle work. Fewer would delay the start.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.2",
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
-    # A node asks for its own object store every 50 ms instead of every second, for as long in all.
+    # A node looks for its own object store every 50 ms instead of every second, for the same total time.
     "RAY_raylet_client_connect_timeout_milliseconds": "50",
     "RAY_raylet_client_num_connect_attempts": "200",
-    # Ray's own are 5 s (proxy), 30 s (HAProxy, control store), 60 s (worker).
+    # Ray's defaults are 5 s (proxy), 30 s (HAProxy, control store), 60 s (worker).
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": f"{START_S:g}",
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": f"{START_S:g}",
     "RAY_worker_register_timeout_seconds": f"{START_S:g}",
@@ -68,16 +69,16 @@ _DEFAULTS = {
     # Keep all lines of the audit log, which look alike.
     "RAY_DEDUP_LOGS": "0",
 }
-"""The caller's environment takes precedence over these."""
+"""Variables that the caller's environment may override."""
 
 
 Make = Callable[[ServiceConfig, Path], Any]
-"""Makes the Serve application."""
+"""A function that makes the Serve application."""
 
 
 class RayProcesses:
-    """Watches Ray's own processes. Ray notices a lost control store after a minute, and leaves HAProxy on the
-    ports."""
+    """Watches Ray's own processes, because Ray notices a lost control store only after a minute, and then
+    leaves HAProxy running."""
 
     def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]], folder: Path | None = None) -> None:
         self._processes = dict(processes)
@@ -89,7 +90,7 @@ class RayProcesses:
             cleanup.said(self._folder)
 
     def failure(self) -> str | None:
-        """Describe the process that has ended, and how; None if all run."""
+        """Describe which process has ended, and how; None if all run."""
         for name, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"{REQUIRED[name]} ({name}) {_describe_exit(code)}"
@@ -147,7 +148,7 @@ def running(
             processes = started
             yield processes
         finally:
-            watch.close()  # Serve's status would start Ray again
+            watch.close()  # asking for Serve's status would start Ray again
             with said_when_slow(lambda: f"{_running(folder)} to stop", say=_say(terminal)):
                 _stop(processes, folder)
 
@@ -160,16 +161,16 @@ def _stop(processes: RayProcesses | None, folder: Path) -> None:
         with contextlib.suppress(Exception):  # Serve may be gone
             serve.shutdown()
     else:
-        _print_log_ends(folder / "ray")  # first, since Ray ends this process with its node
+        _print_log_ends(folder / "ray")  # before the kill, because Ray ends this process with its node
         cleanup.kill_processes(folder)
     ray.shutdown()
 
 
 def _running(folder: Path) -> str:
-    """Count the service's processes by the names that `ps` shows."""
+    """Count the service's processes by their names in `ps`."""
     names = Counter[str]()
     for pid in cleanup.writers(folder):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             names[Path(f"/proc/{pid}/comm").read_text().strip()] += 1
     return ", ".join(f"{count} {name}" for name, count in sorted(names.items())) or "Ray"
 
@@ -214,7 +215,7 @@ def _print_log_ends(sessions: Path) -> None:
 def prepare(settings: ServiceConfig) -> None:
     """Clean up after killed services, and check libraries, GPUs and ports. Raises ConfigError.
 
-    A port in use is checked repeatedly for a while, since a killed service may still free it.
+    A port in use is checked again for a while, because a killed service may be about to free it.
     """
     check_socket_paths(tempfile.gettempdir())
     cleanup.clean_up_killed_services()
@@ -242,7 +243,7 @@ def check_socket_paths(temporary: str) -> None:
 
 
 def _start_ray(settings: ServiceConfig, folder: Path) -> RayProcesses:
-    import ray  # which reads its environment when it is imported
+    import ray  # Ray reads its environment when it is imported
 
     _check_memory()
     with slow_start(settings.door.grpc_port), minimal_node(), _keep_sigterm_handler():
@@ -291,12 +292,12 @@ def _start_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the caller's handler. Ray's would end the process at once."""
+    """Restore the caller's SIGTERM handler, because Ray's would end the process at once."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # others may not set signal handlers
+        if threading.current_thread() is threading.main_thread():  # other threads cannot set signal handlers
             signal.signal(signal.SIGTERM, handler)
 
 
@@ -319,7 +320,7 @@ def check_gpus(settings: ServiceConfig, present: float) -> None:
     prefill, decode = settings.prefill, settings.decode
     needed = prefill.groups * prefill.stages * prefill.gpus_per_stage
     needed += decode.workers * decode.tensor_parallel * decode.gpus
-    if needed > present + 1e-6:  # a sum of shares
+    if needed > present + 1e-6:  # GPUs may be shared, so the sum has rounding errors
         raise ConfigError(
             f"prefill.gpus_per_stage and decode.gpus: {needed:g} GPUs in all, but Ray finds {present:g} here"
         )
@@ -354,7 +355,8 @@ def ray_environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
 
 
 def cpus(settings: ServiceConfig) -> int:
-    """Return the number of CPUs for `ray.init`, at least what the configuration needs. It limits nothing."""
+    """Return the number of CPUs for `ray.init`: at least the configuration's sum. It does not limit
+    real use."""
     prefill, decode, door = settings.prefill, settings.decode, settings.door
     needed = (
         door.replicas * door.cpus

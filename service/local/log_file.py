@@ -13,7 +13,7 @@ from rich.console import Console
 from deltafront.service.config import ConfigError
 
 _FIRST_LINE = b"Log of deltafront serve\n"
-"""By it a later start knows which file it may replace."""
+"""The first line of a log, by which a later start knows that it may replace the file."""
 
 
 def default_log(grpc_port: int) -> Path:
@@ -56,12 +56,12 @@ def _opened(path: Path) -> int:
     if stat.S_ISREG(status.st_mode):
         if not _is_log(path, status):
             raise ConfigError(f"--log: {path} is no log of deltafront serve: name another file, or remove it")
-        path.unlink()  # a reader may still have the last start's log open
+        path.unlink()  # a reader may have the earlier log open
         return _new(path)
     kind = path.stat().st_mode
     if not (stat.S_ISCHR(kind) or stat.S_ISFIFO(kind) or stat.S_ISREG(kind)) or not _is_trusted(status):
         raise ConfigError(f"--log: {path} is nothing that a log can be written to: name a file")
-    # Without O_NONBLOCK a pipe would wait for a reader.
+    # Without O_NONBLOCK, opening a pipe would wait for a reader.
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
     os.set_blocking(log, True)
     return log
@@ -81,13 +81,14 @@ def _is_log(path: Path, status: os.stat_result) -> bool:
 
 
 def _is_trusted(status: os.stat_result) -> bool:
-    """Say whether a link, device or pipe is root's or this user's. Another's link may lead anywhere."""
+    """Return whether a link, device or pipe belongs to root or this user. Another user's link may lead
+    anywhere."""
     return status.st_uid in (0, os.geteuid())
 
 
 @contextlib.contextmanager
 def _redirected(descriptor: int, log: int) -> Iterator[int]:
-    """Point a descriptor at the log. Yields a duplicate of the original."""
+    """Redirect a descriptor to the log. Yields a duplicate of the original."""
     _flush()
     original = os.dup(descriptor)
     os.dup2(log, descriptor)

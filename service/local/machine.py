@@ -17,15 +17,15 @@ _DRIVER, _TORCH_CUDA = "libcuda.so.1", "libtorch_cuda.so"
 _CUDA_ERROR_NO_DEVICE = 100
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CONNECTIONS = "RAY_SERVE_HAPROXY_MAXCONN"
-"""Clients that HAProxy holds at once."""
+"""The most client connections of HAProxy."""
 _DEFAULT_CONNECTIONS = 4096
 _OWN_FILES = 128
-"""Listeners, threads and logs of HAProxy."""
+"""Open files of HAProxy for listeners, threads and logs."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that CUDA shows to this process. gib: its total memory."""
+    """A GPU that CUDA shows to this process. gib: total memory."""
 
     name: str
     gib: float
@@ -64,9 +64,10 @@ def check_machine(settings: ServiceConfig) -> None:
 
 
 def _check_open_files() -> None:
-    """Check the hard limit, to which HAProxy raises its own; with less it would be restarted for ever.
+    """Check the hard limit of open files, to which HAProxy raises its own limit. If it were too low, HAProxy
+    would be restarted forever.
 
-    HAProxy counts two files for each client, and a pipe for every fourth. Raises ConfigError.
+    HAProxy counts two files for each client, and a pipe for every fourth client. Raises ConfigError.
     """
     connections = int(os.environ.get(_CONNECTIONS, _DEFAULT_CONNECTIONS))
     needed, limit = _files_for(connections), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -84,9 +85,8 @@ def _files_for(connections: int) -> int:
 
 
 def why_no_cuda() -> str | None:
-    """Return the reason why no GPU can be used; None if some can. It asks the driver, since torch takes
-    seconds to load.
-    """
+    """Return the reason why no GPU can be used; None if some can. This asks the driver, because torch takes
+    seconds to load."""
     torch = importlib.util.find_spec("torch")
     if not (torch and torch.origin and (Path(torch.origin).parent / "lib" / _TORCH_CUDA).exists()):
         return "torch is a build without CUDA"
@@ -102,7 +102,7 @@ def why_no_cuda() -> str | None:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    """List the GPUs. `why_no_cuda` has made the driver ready."""
+    """List the GPUs. `why_no_cuda` must have initialised the driver."""
     driver, count = ctypes.CDLL(_DRIVER), ctypes.c_int(0)
     driver.cuDeviceGetCount(ctypes.byref(count))
     return tuple(_gpu(driver, index) for index in range(count.value))
@@ -120,7 +120,7 @@ def _free_bytes() -> int:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
         used = int(_CGROUP_LIMIT.with_name("memory.current").read_text(encoding="ascii"))
         free = min(free, int(_CGROUP_LIMIT.read_text(encoding="ascii")) - used)
     return free

@@ -1,6 +1,6 @@
 """The ports of a service on one machine.
 
-Ports without a configuration key are in a block whose start depends on the gRPC port.
+Ports without a configuration key are in a block that is chosen by the gRPC port.
 """
 
 import socket
@@ -11,7 +11,7 @@ from deltafront.service.listening import LOOPBACK, is_local, joined
 from deltafront.service.settings import DoorConfig
 
 _FIRST_BLOCK, _BLOCKS, _BLOCK_PORTS = 20_000, 120, 100
-"""The blocks lie between the ports of Ray's workers and those that the kernel gives to clients."""
+"""The blocks are between the ports of Ray's workers and the kernel's ports for clients."""
 _SERVE_PORTS = """RAY_SERVE_HAPROXY_STATS_PORT RAY_SERVE_HAPROXY_METRICS_PORT
     RAY_SERVE_FALLBACK_PROXY_HTTP_PORT RAY_SERVE_FALLBACK_PROXY_GRPC_PORT""".split()
 _AGENT_PORTS = """metrics_agent_port metrics_export_port dashboard_agent_listen_port
@@ -40,7 +40,7 @@ def describe_exposure(door: DoorConfig) -> str:
 def serve_ports(grpc_port: int) -> dict[str, str]:
     """Return Ray Serve's internal ports, by environment variable.
 
-    Two services must not share these ports: replicas bind with SO_REUSEPORT, and would get each other's
+    Two services must not share these ports: replicas bind with SO_REUSEPORT, so each would get the other's
     requests.
     """
     first, singles = _block_start(grpc_port), len(_SERVE_PORTS) + len(_AGENT_PORTS)
@@ -63,7 +63,8 @@ def _block_start(grpc_port: int) -> int:
 
 
 def haproxy_hosts(door: DoorConfig) -> dict[int, str]:
-    """Return the address of each of HAProxy's ports. Otherwise Serve's fallback proxy would be public."""
+    """Return the address at which each of HAProxy's ports listens. Otherwise Serve's fallback proxy would be
+    public."""
     internal = serve_ports(door.grpc_port)
     hosts = {int(internal[name]): LOOPBACK for name in _SERVE_PORTS}
     return hosts | dict.fromkeys((door.grpc_port, door.http_port), door.host)

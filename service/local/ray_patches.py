@@ -9,16 +9,16 @@ from unittest.mock import patch
 from deltafront.service.local.ports import agent_ports
 
 START_S = 300.0
-"""The longest start of the service, and of each of its processes."""
+"""The longest time in which the service, and each of its processes, may start."""
 _RETRY_S = 0.2
 
 
 @contextmanager
 def slow_start(grpc_port: int) -> Iterator[None]:
-    """Give a Ray node that starts in the `with` block START_S seconds, for which Ray has no setting.
+    """Let a Ray node that starts in the `with` block take START_S seconds. Ray has no setting for this.
 
-    Ray gives up if agents have not written their ports to files within 15 s, or a node has not registered
-    after 30. So agents get fixed ports, their files are written here, and registration is retried.
+    Ray fails if agents have not written their ports to files within 15 s, or if a node has not registered
+    within 30 s. So agents get fixed ports, this function writes their files, and registration is retried.
     """
     from ray._private import node, services
     from ray._raylet import persist_port  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def slow_start(grpc_port: int) -> Iterator[None]:
         while True:
             try:
                 return get_node(*args, **kwargs)
-            except RuntimeError:  # it has not registered yet
+            except RuntimeError:  # the node has not registered yet
                 for started in nodes:
                     _check_raylet(started)
                 if time.monotonic() > deadline:
@@ -84,7 +84,7 @@ def minimal_node() -> Iterator[None]:
 def start_serve(http: Mapping[str, Any], grpc: Any) -> None:
     """Start Serve without waiting for proxies, now or when an application is run.
 
-    `serve.start` fails if Serve replaces one of the proxies that it waits for.
+    `serve.start` waits for the proxies, and fails if Serve replaces one of them.
     """
     from ray.serve._private import api, client
     from ray.serve.config import ControllerOptions

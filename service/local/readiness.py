@@ -1,6 +1,6 @@
-"""Waits until a service answers at its ports, or says in one line why it does not start.
+"""Waits until a service answers at its ports, or gives the reason why it does not start in one line.
 
-Serve reports a replica's error as nested tracebacks in a text. The last error in it is the reason.
+Serve reports a replica's error as a text with nested tracebacks. The last error in the text is the reason.
 """
 
 import math
@@ -22,7 +22,7 @@ _PERIOD_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"^(?P<kind>(?:\w+\.)*_*[A-Z]\w*(?:Error|Exception)): *(?!Traceback )(?P<message>\S.*)$")
-"""The last line of a traceback."""
+"""A traceback's last line."""
 _OURS = "deltafront."
 _PERMANENT = set(
     """AssertionError AttributeError FileNotFoundError ImportError KeyError MemoryError _ArrayMemoryError
@@ -32,7 +32,7 @@ _DIED = {"ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "NodeD
 _LONGEST_REASON = 400
 
 Failure = Callable[[], str | None]
-"""Says which of Ray's processes has ended."""
+"""A function that describes which of Ray's processes has ended."""
 
 
 class StartError(RuntimeError):
@@ -54,7 +54,7 @@ def wait_until_answering(door: DoorConfig, failure: Failure, start_s: float) -> 
     deadline = time.monotonic() + start_s
     address = joined(reachable(door.host), door.grpc_port)
     with grpc.insecure_channel(address) as channel:
-        while health(channel) is None:  # whether healthy or not
+        while health(channel) is None:  # any status is an answer
             _pause(failure, deadline, f"nothing answered at {address} for {start_s:g} s")
     for purpose, _key, host, port in public_ports(door):
         while not _accepts_connections(reachable(host), port):
@@ -85,7 +85,7 @@ def _deployment_failure(application: Any) -> str | None:
 
 
 def health(channel: grpc.Channel) -> int | None:
-    """Return a door's status; None if it does not answer."""
+    """Return a door's health status; None if the door does not answer."""
     stub = health_pb2_grpc.HealthStub(channel)
     try:
         return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S).status)
@@ -113,7 +113,7 @@ def failure_reason(error: BaseException | str) -> str:
 
 
 def is_permanent(text: str) -> bool:
-    """Say whether a retry would fail, too: true for our own errors and for programming mistakes."""
+    """Return whether a retry would fail, too: true for our own errors and for programming errors."""
     errors = _errors(text)
     return bool(errors) and (errors[-1][0].startswith(_OURS) or errors[-1][0].split(".")[-1] in _PERMANENT)
 

@@ -30,7 +30,7 @@ _LOG_LINES = 30
 
 
 class NotServing(RuntimeError):
-    """The service does not run. The message ends with the log's last lines."""
+    """The service does not run. The message ends with the last lines of the log."""
 
 
 class LocalService:
@@ -48,7 +48,7 @@ class LocalService:
         self._folder = Path(tempfile.mkdtemp(prefix="deltafront-"))
         command = [sys.executable, "-m", "deltafront.service.cli.main", "serve"]
         self._command = [*command, "--config", str(config), "--log", str(self._folder / "ray.log")]
-        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self._folder)}  # torch makes this folder wherever it is
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self._folder)}  # torch would make this folder elsewhere
         self._environment = {**os.environ, **cache, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.log = self._folder / "serve.log"
@@ -98,7 +98,8 @@ class LocalService:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
     def stop(self) -> int | None:
-        """Stop, and return the exit status; None if it does not run. After _STOP_S seconds it is killed."""
+        """Stop the service and return its exit status; None if it does not run. After _STOP_S seconds it is
+        killed."""
         process, self._process = self._process, None
         if process is None:
             return None

@@ -1,6 +1,6 @@
-"""Prints what delays a service: too little memory, and workers that die repeatedly.
+"""Prints problems that delay a service: too little memory, and workers that die repeatedly.
 
-Ray and Serve report these only in the log and in Serve's status.
+Ray and Serve report these problems only in the log and in Serve's status.
 """
 
 import re
@@ -18,11 +18,11 @@ Say = Callable[[str], object]
 
 
 class Troubles:
-    """Watches in its threads while a `with` block runs.
+    """Looks for problems in threads of its own, during a `with` block.
 
     Args:
-        log: The file that Ray's lines go to.
-        status: `serve.status`. It may fail, or wait for a control store that is gone.
+        log: The file to which Ray writes. status: `serve.status`, which may fail or wait for a missing
+            control store.
         say: Prints a line.
     """
 
@@ -33,7 +33,7 @@ class Troubles:
         self._read = 0
 
     def __enter__(self) -> "Troubles":
-        for look in (self.look_at_log, self.look_at_workers):  # Serve's status may take for ever
+        for look in (self.look_at_log, self.look_at_workers):  # Serve's status may never return
             threading.Thread(target=self._run, args=(look,), daemon=True, name="troubles").start()
         return self
 
@@ -45,7 +45,7 @@ class Troubles:
             look()
 
     def look_at_log(self) -> None:
-        """Print news from the log."""
+        """Print new problems from the log."""
         for line in killed_for_memory(self._new_lines()):
             self._say(line)
 
@@ -53,7 +53,7 @@ class Troubles:
         """Print workers that restart for a new reason."""
         try:
             application = self._status().applications.get(self._name)
-        except Exception:  # Ray starts or ends; whoever waits for it says so
+        except Exception:  # Ray starts or ends, which others report
             return
         for name, line in deaths(application):
             if self._told.get(name) != line and not self._end.is_set():
@@ -72,7 +72,7 @@ class Troubles:
 
 
 def killed_for_memory(lines: Iterable[str]) -> Iterator[str]:
-    """Yield a message for each line of Ray's that counts workers killed for memory."""
+    """Yield a message for each log line of Ray that counts workers killed for memory."""
     for line in lines:
         if (match := _KILLED.search(line)) and int(match[1]):
             yield (
