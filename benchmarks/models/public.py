@@ -353,6 +353,40 @@ SERVED = (
         ),
         57.4,
     ),
+    Public(
+        "MiniMaxAI/MiniMax-M2",
+        _config(
+            *("MiniMaxM2", 62, 3072, 1536, 48, 8, 200064, 196608),
+            num_local_experts=256,
+            num_experts_per_tok=8,
+            rotary_dim=64,
+            use_qk_norm=True,
+            scoring_func="sigmoid",
+        ),
+        230.0,
+    ),
+    Public(
+        "baidu/ERNIE-4.5-0.3B-PT",
+        _config("Ernie4_5", 18, 1024, 3072, 16, 2, 103424, 131072, head_dim=128, **_TIED),
+        0.36,
+    ),
+    Public(
+        "baidu/ERNIE-4.5-21B-A3B-PT",
+        _config("Ernie4_5_Moe", 28, 2560, 12288, 20, 4, 103424, 131072, moe_layer_end_index=-1, **_TIED),
+        21.8,
+    ),
+    Public(
+        "baidu/ERNIE-4.5-300B-A47B-PT",
+        _config(
+            *("Ernie4_5_Moe", 54, 8192, 28672, 64, 8, 103424, 131072),
+            moe_intermediate_size=3584,
+            moe_k=8,
+            moe_num_shared_experts=0,
+            moe_layer_start_index=3,
+            tie_word_embeddings=False,
+        ),
+        300.0,
+    ),
 )
 
 _EXPERTS = "a mixture of experts"

@@ -75,7 +75,7 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
     _refuse_unread(raw, family)
     heads, hidden = positive_int(raw, "num_attention_heads"), positive_int(raw, "hidden_size")
     head_dim = positive_int(raw, "head_dim", family.implied.get("head_dim", hidden // heads))
-    rotated = rotary_dim(raw, head_dim)
+    rotated = rotary_dim(raw, head_dim, family)
     layers = few(raw, "num_hidden_layers", positive_int(raw, "num_hidden_layers"))
     mixture = read_mixture(raw, layers)
     reach, biased = positions(raw, rope, extra), bool(raw.get("attention_bias"))

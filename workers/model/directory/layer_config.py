@@ -15,7 +15,10 @@ from deltafront.workers.model.directory.model_files import (
 )
 from deltafront.workers.model.families.family import Family
 
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+"""The bias of a router's choice, in a layer."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_SCORES = "softmax", "sigmoid", "biased_softmax"
 _GATED = "shared_expert_intermediate_size"
 
 
@@ -27,6 +30,7 @@ class MixtureConfig:
 
     Args:
         sigmoid: The router's probabilities are sigmoids, with a bias for the choice; otherwise a softmax.
+        biased_softmax: They are a softmax with such a bias.
         shared_width: Width of the shared expert, an MLP for all tokens; 0: none.
         shared_gate: The shared expert's output is multiplied by the sigmoid of one more linear layer.
         dense_layers: Layers with an ordinary MLP, `dense_width` wide.
@@ -43,6 +47,17 @@ class MixtureConfig:
     dense_layers: tuple[int, ...] = ()
     dense_width: int = 0
     shared_gate: bool = False
+    biased_softmax: bool = False
+
+    @property
+    def has_bias(self) -> bool:
+        return self.sigmoid or self.biased_softmax
+
+    @property
+    def bias_shape(self) -> dict[str, tuple[int, ...]]:
+        """The shape of the choice's bias in a checkpoint, by name. ERNIE stores a matrix of one row."""
+        shape = (1, self.experts) if self.biased_softmax else (self.experts,)
+        return {CHOICE_BIAS: shape} if self.has_bias else {}
 
     def of_rank(self, ranks: int) -> MixtureConfig:
         """Return the configuration of one of `ranks` ranks."""
@@ -70,7 +85,7 @@ def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
         )
         raise ModelError(f"config.json: num_experts_per_tok = {chosen} of {among}")
     scale = raw.get("routed_scaling_factor")
-    if (scores := raw.get("scoring_func", "softmax")) not in ("softmax", "sigmoid"):
+    if (scores := raw.get("scoring_func", "softmax")) not in _SCORES:
         raise ModelError(f"config.json: scoring_func = {scores!r} is not supported, only softmax and sigmoid")
     width, dense = positive_int(raw, "moe_intermediate_size"), _dense_layers(raw, layers)
     return MixtureConfig(
@@ -78,6 +93,7 @@ def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
         per_token=chosen,
         normed=bool(raw["norm_topk_prob"]),
         sigmoid=scores == "sigmoid",
+        biased_softmax=scores == "biased_softmax",
         groups=groups,
         chosen_groups=chosen_groups,
         scale=positive_number("config.json", "routed_scaling_factor", 1.0 if scale is None else scale),
@@ -89,12 +105,15 @@ def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
 
 
 def _dense_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the layers without experts: the first (DeepSeek, GLM), or listed or periodic ones (Qwen)."""
+    """Return the layers without experts: the first (DeepSeek, GLM), the last (ERNIE), or listed or periodic
+    ones (Qwen)."""
     first, every = natural(raw, "first_k_dense_replace"), positive_int(raw, "decoder_sparse_step", 1)
     listed = raw.get("mlp_only_layers") or ()
     if not isinstance(listed, list | tuple) or not all(type(layer) is int for layer in listed):
         raise ModelError(f"config.json: mlp_only_layers = {listed!r} is not a list of layers")
-    return tuple(n for n in range(layers) if n < first or n in listed or (n + 1) % every)
+    end = raw.get("moe_layer_end_index")
+    last = layers - 1 if end in (None, -1) else positive_int(raw, "moe_layer_end_index")
+    return tuple(n for n in range(layers) if not first <= n <= last or n in listed or (n + 1) % every)
 
 
 def read_windows(

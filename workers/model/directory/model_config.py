@@ -15,8 +15,7 @@ from deltafront.workers.model.layer_shares import LayerShare, balanced
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 SHARED, SHARED_GATE = "mlp.shared_experts", "mlp.shared_gate"
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
-"""A layer's shared expert, its gate, and the bias of its router's choice."""
+"""A layer's shared expert and its gate."""
 
 Shape = tuple[int, ...]
 
@@ -168,9 +167,9 @@ class ModelConfig:
 
     @property
     def wide_numbers(self) -> int:
-        """Number of a layer's parameters that stay in float32: the router's, if it uses sigmoids."""
+        """Number of a layer's parameters that stay in float32: the router's, if it has a bias."""
         mixture = self.mixture
-        return mixture.experts * (self.hidden + 1) if mixture is not None and mixture.sigmoid else 0
+        return mixture.experts * (self.hidden + 1) if mixture is not None and mixture.has_bias else 0
 
     @property
     def mlp_macs(self) -> int:
@@ -248,7 +247,7 @@ class ModelConfig:
         mlp = self._norms("post_attention_layernorm", "mlp.post_norm")
         if self.mixture is not None:
             mlp |= _linear("mlp.gate", self.mixture.experts, hidden, bias=False)
-            mlp |= {CHOICE_BIAS: (self.mixture.experts,)} if self.mixture.sigmoid else {}
+            mlp |= self.mixture.bias_shape
             mlp |= _linear(SHARED_GATE, 1, hidden, bias=False) if self.mixture.shared_gate else {}
         for module, width in self.mlp_modules.items():
             for name, times in self.gate_up_modules.items():

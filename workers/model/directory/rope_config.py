@@ -90,9 +90,11 @@ def window_rope(raw: Mapping[str, Any], full: RopeConfig, family: Family) -> Rop
     return None if rope == full else rope
 
 
-def rotary_dim(raw: Mapping[str, Any], head_dim: int) -> int:
+def rotary_dim(raw: Mapping[str, Any], head_dim: int, family: Family) -> int:
     """Return how many of a head's first channels are rotated. Raises ModelError."""
     part = _rope_keys(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if part is None and "rotary_dim" in family.implied and raw["rotary_dim"]:
+        part = positive_int(raw, "rotary_dim") / head_dim
     part = 1.0 if part is None else positive_number("config.json", "partial_rotary_factor", part)
     dim = int(head_dim * part)
     if dim % 2 or not 0 < dim <= head_dim:

@@ -47,12 +47,12 @@ def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]
 
 
 def further_layers(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Return the name prefixes of multi-token-prediction layers (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """Return the name prefixes of what predicts further tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
     `raw` is config.json under our keys.
     """
     if "num_nextn_predict_layers" not in family.implied:
-        return ()
+        return family.unread
     first = positive_int(raw, "num_hidden_layers")
     count = few(raw, "num_nextn_predict_layers", natural(raw, "num_nextn_predict_layers"))
     return tuple(f"model.layers.{n}." for n in range(first, first + count))

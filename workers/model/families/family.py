@@ -39,6 +39,7 @@ class GgufNames:
         told_by: A metadata key that only this family's files have, if another family has the same
             architecture.
         adds_offset: The stored norm weights include `ModelConfig.norm_offset`.
+        rows: Our names, in a layer, of vectors that safetensors store as a matrix of one row.
     """
 
     architecture: str
@@ -49,6 +50,7 @@ class GgufNames:
     by_layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     told_by: str = ""
     adds_offset: bool = False
+    rows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,7 @@ class Family:
         layers: Prefix of a layer's tensor names, before the layer's number.
         tensors: The family's names of modules and tensors, within a layer or outside → ours, as in
             `ModelConfig.shapes`. Braces stand for an expert's number.
+        unread: Prefixes of tensors, by our names, that only predict further tokens.
         scales_by_width: Embeddings are multiplied by the square root of the hidden size.
         rotates_windows_alone: If some layers have windows, only these use RoPE.
         gguf: None: its GGUF files are not supported.
@@ -86,6 +89,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     layers: str = _LAYERS
     tensors: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
     scales_by_width: bool = False
     rotates_windows_alone: bool = False
     gguf: GgufNames | None = None

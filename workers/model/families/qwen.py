@@ -58,6 +58,7 @@ QWEN2_MOE = Family(
         architecture="qwen2moe",
         tensors={"ffn_gate_inp_shexp": "mlp.shared_gate"},
         keys={"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        rows=("mlp.shared_gate.weight",),
     ),
     note="A shared expert has a gate.",
 )

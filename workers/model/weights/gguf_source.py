@@ -52,11 +52,9 @@ _EXPERT_KEYS = {
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
 }
-_GATING = {"softmax": 1, "sigmoid": 2}
+_GATING = {"softmax": 1, "biased_softmax": 1, "sigmoid": 2}
 """The values of expert_gating_func."""
 
-_ROW = "mlp.shared_gate.weight"
-"""A matrix of one row, which llama.cpp stores as a vector."""
 _PREDICTING = "nextn_predict_layers"
 _PATTERN = "attention.sliding_window_pattern"
 _FREQUENCIES, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -149,7 +147,7 @@ class GgufSource:
         if self._gguf.permuted and name.split(".")[-2] in ("q_proj", "k_proj"):
             heads = "attention.head_count" if "q_proj" in name else "attention.head_count_kv"
             data = _unpermute(data, int(self.model_field(heads, self.model_field("attention.head_count"))))
-        if name.endswith(_ROW):
+        if name.endswith(self._gguf.rows):
             data = data.view(1, -1)
         if self._gguf.adds_offset and name.endswith("norm.weight"):
             data = data - self.family.fixed["norm_offset"]

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from deltafront.workers.model.directory.layer_config import CHOICE_BIAS
 from deltafront.workers.model.directory.model_config import (
-    CHOICE_BIAS,
     EMBEDDING,
     HEAD,
     SHARED,
@@ -355,7 +355,7 @@ def _read_mixture(read: _Reader, prefix: str) -> MixtureWeights:
     assert mixture is not None
     gate_up, down = _read_matrices(read, *(f"{prefix}mlp.experts.{n}" for n in range(mixture.experts)))
     shared = _read_matrices(read, f"{prefix}{SHARED}") if mixture.shared_width else (None, None)
-    wide = torch.float32 if mixture.sigmoid else None
+    wide = torch.float32 if mixture.has_bias else None
     return MixtureWeights(
         config=mixture,
         input_norm_C=read.norm(f"{prefix}post_attention_layernorm"),
@@ -363,8 +363,13 @@ def _read_mixture(read: _Reader, prefix: str) -> MixtureWeights:
         gate_up=gate_up,
         down=down,
         output_norm_C=read.norm(f"{prefix}mlp.post_norm"),
-        bias_E=read.get(f"{prefix}{CHOICE_BIAS}", dtype=wide) if mixture.sigmoid else None,
+        bias_E=read.get(f"{prefix}{CHOICE_BIAS}", dtype=wide).view(-1) if mixture.has_bias else None,
         shared_gate_up=shared[0],
         shared_down=shared[1],
-        shared_gate_1C=read.get(f"{prefix}{SHARED_GATE}.weight") if mixture.shared_gate else None,
+        shared_gate_1C=_read_shared_gate(read, prefix) if mixture.shared_gate else None,
     )
+
+
+def _read_shared_gate(read: _Reader, prefix: str) -> torch.Tensor:
+    """Copy it: on a CPU a product with one row is rounded by the row's place in memory."""
+    return read.get(f"{prefix}{SHARED_GATE}.weight").clone()

@@ -80,9 +80,9 @@ def make_case(family: str, directory: Path) -> Case:
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
                 weight.copy_(torch.randn_like(weight) * 0.3 + (0.0 if name.endswith("bias") else 1.0))
-        for name, buffer in model.named_buffers():
+        for name, bias in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn_like(buffer) * 0.3)
+                bias.copy_(torch.randn_like(bias) * 0.3)
     model.save_pretrained(directory)
     ids_T = torch.randint(0, SHAPE["vocab_size"], (TOKENS,))
     ours = save_as_exaone(directory) if family == "exaone" else directory

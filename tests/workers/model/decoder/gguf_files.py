@@ -36,13 +36,16 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool, str]] = {
     "ministral3": (gguf.MODEL_ARCH.MISTRAL3, True, "tekken"),
     "mixtral": (gguf.MODEL_ARCH.LLAMA, True, "default"),
     "qwen2-moe": (gguf.MODEL_ARCH.QWEN2MOE, False, "qwen2"),
+    "minimax-m2": (gguf.MODEL_ARCH.MINIMAXM2, False, "gpt-4o"),
+    "ernie": (gguf.MODEL_ARCH.ERNIE4_5, False, "default"),
+    "ernie-moe": (gguf.MODEL_ARCH.ERNIE4_5_MOE, False, "default"),
     "arcee": (gguf.MODEL_ARCH.ARCEE, True, "llama-bpe"),
 }
 """A case, llama.cpp's architecture, whether its converter interleaves the halves of q's and k's heads, and
 its name of the family's pre-tokenizer (`default`: the vocabulary is sentencepiece's)."""
 
 
-EXPERT_COUNTS = "num_local_experts", "n_routed_experts", "num_experts"
+EXPERT_COUNTS = "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"
 
 
 def stacked(tensors: Mapping[str, Any], experts: int) -> dict[str, Any]:
@@ -57,9 +60,18 @@ def stacked(tensors: Mapping[str, Any], experts: int) -> dict[str, Any]:
 
 def add_experts(writer: gguf.GGUFWriter, raw: Mapping[str, Any], experts: int) -> None:
     writer.add_expert_count(experts)
-    writer.add_expert_used_count(raw["num_experts_per_tok"])
-    if "moe_intermediate_size" in raw:
-        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+    writer.add_expert_used_count(raw.get("moe_k") or raw["num_experts_per_tok"])
+    if raw["model_type"] != "mixtral":
+        writer.add_expert_feed_forward_length(raw.get("moe_intermediate_size") or raw["intermediate_size"])
+    if raw["model_type"] == "minimax_m2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if raw["model_type"] == "ernie4_5_moe":
+        writer.add_interleave_moe_layer_step(raw["moe_layer_interval"])
+        writer.add_leading_dense_block_count(raw["moe_layer_start_index"])
+        writer.add_expert_shared_count(raw["moe_num_shared_experts"])
+        writer.add_expert_shared_feed_forward_length(
+            raw["moe_intermediate_size"] * raw["moe_num_shared_experts"]
+        )
     if "shared_expert_intermediate_size" in raw:
         writer.add_expert_shared_feed_forward_length(raw["shared_expert_intermediate_size"])
 

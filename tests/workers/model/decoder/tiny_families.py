@@ -53,6 +53,7 @@ GLM_MIXTURE = {
     "num_experts_per_tok": 3,
     "routed_scaling_factor": 2.5,
 }
+ERNIE_MIXTURE = {"moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 3}
 FP8_FILES = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -210,5 +211,20 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         decoder_sparse_step=2,
         mlp_only_layers=[3],
         qkv_bias=False,
+    ),
+    "minimax-m2": lambda: transformers.MiniMaxM2Config(
+        **SHAPE | {"intermediate_size": 32},
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    "ernie": lambda: transformers.Ernie4_5Config(**SHAPE),
+    "ernie-moe": lambda: transformers.Ernie4_5_MoeConfig(**SHAPE | WITHOUT_HEAD_DIM, **ERNIE_MIXTURE),
+    "ernie-moe-mixed": lambda: transformers.Ernie4_5_MoeConfig(
+        **SHAPE | WITHOUT_HEAD_DIM,
+        **ERNIE_MIXTURE | {"moe_num_shared_experts": 0},
+        moe_layer_end_index=4,
+        moe_layer_interval=2,
+        tie_word_embeddings=False,
     ),
 }
