@@ -1,7 +1,7 @@
-"""Compiles files' COMPILE_CASES for sm_90 and prints what came out, one JSON line a case, or one with the
-error that a file's compilation ended with.
+"""Compiles the COMPILE_CASES of files for sm_90 and prints one JSON line per case. If a case fails, it prints
+a line with the error and skips the rest of the file.
 
-Run without TRITON_INTERPRET by test_compile_sm90.py: `python -m tests.kernels.compile_files FILE…`.
+test_compile_sm90.py runs it without TRITON_INTERPRET: `python -m tests.kernels.compile_files FILE…`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def compiled(function: Any, types: dict[str, Any], sizes: dict[str, Any], option
 
 
 def needs_wgmma(kernel: Any, function: Any) -> bool:
-    """Gluon code here is written with wgmma; Triton's dots of 64 rows or more in 16 bits must become it."""
+    """Say whether a kernel must use wgmma: all Gluon kernels, and Triton kernels with 16-bit dots of 64 or
+    more rows."""
     if function.is_gluon():
         return True
     dots = DOT.findall(kernel.asm["ttir"])

@@ -1,4 +1,4 @@
-"""A method outside the package. It keeps every `step`-th tile, and has an option."""
+"""An attention method that a user registers from another package. It keeps every `step`-th tile."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SEEN_LAYERS: list[int] = []
 
 @dataclass(frozen=True)
 class CombOptions:
-    """Options of a method outside the package."""
+    """Options of the method."""
 
     step: int = option(2, 1, 64, "every step-th tile is kept, beside the diagonal and the sink", (1, 2, 4))
 
 
 class CombSelector:
-    """Looks at neither q nor k."""
+    """Selects tiles without looking at q and k."""
 
     scored_share = 0.0
 

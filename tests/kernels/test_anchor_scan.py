@@ -1,4 +1,4 @@
-"""The anchor scan: CPU form against the oracle, kernel against CPU form, properties, bad input."""
+"""Tests the anchor scan: the CPU form against the oracle, the kernel against the CPU form, and bad input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kernel_scan(x: torch.Tensor, threshold: float, chunk: int = 128) -> AnchorRu
 
 
 def drifting_rows(rows: int, batch: int = 1, heads: int = 2, dim: int = 16, seed: int = 0) -> torch.Tensor:
-    """Rows that stay alike for a while."""
+    """Draw rows that stay similar for seven rows at a time."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, heads, rows, dim, generator=generator)
     level = x[:, :, torch.arange(rows) // 7 * 7]
@@ -33,7 +33,7 @@ def drifting_rows(rows: int, batch: int = 1, heads: int = 2, dim: int = 16, seed
 
 
 def check_consistent(runs: AnchorRuns, rows: int, chunk: int) -> None:
-    """Every field tells the same story as `is_anchor`."""
+    """Assert that all fields of `runs` follow from `is_anchor`."""
     for lane in range(runs.is_anchor_BGS.flatten(0, 1).shape[0]):
         anchors = runs.is_anchor_BGS.flatten(0, 1)[lane].nonzero()[:, 0].tolist()
         ends = sorted([*anchors[1:], rows])
@@ -50,7 +50,7 @@ def check_consistent(runs: AnchorRuns, rows: int, chunk: int) -> None:
 
 @pytest.mark.parametrize("chunk", [128, 256])
 @pytest.mark.parametrize("threshold", [0.75, -0.2])
-def test_the_cpu_form_equals_the_oracle(threshold: float, chunk: int) -> None:
+def test_anchor_scan_on_the_cpu_equals_the_oracle(threshold: float, chunk: int) -> None:
     x = drifting_rows(301, batch=2)
     runs = cpu_scan(x, threshold, chunk)
     found = [lane.nonzero()[:, 0].tolist() for lane in runs.is_anchor_BGS.flatten(0, 1)]
@@ -60,7 +60,7 @@ def test_the_cpu_form_equals_the_oracle(threshold: float, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [128, 256])
-def test_centred_rows_subtract_the_mean_of_their_chunk(chunk: int) -> None:
+def test_centred_scan_compares_rows_minus_their_chunks_mean(chunk: int) -> None:
     x = drifting_rows(301, batch=2) + 9.0
     runs = cpu_scan(x, 0.4, chunk, centred=True)
     found = [lane.nonzero()[:, 0].tolist() for lane in runs.is_anchor_BGS.flatten(0, 1)]
@@ -70,7 +70,7 @@ def test_centred_rows_subtract_the_mean_of_their_chunk(chunk: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "chunk"), [(300, 128), (520, 512), (1, 128)])
-def test_the_kernel_equals_the_cpu_form(rows: int, chunk: int, dtype: torch.dtype) -> None:
+def test_anchor_scan_kernel_equals_the_cpu_form(rows: int, chunk: int, dtype: torch.dtype) -> None:
     x = drifting_rows(rows, batch=2, dim=32, seed=rows).to(dtype)
     with poisoned_empty():
         runs = kernel_scan(x, 0.75, chunk)
@@ -81,7 +81,7 @@ def test_the_kernel_equals_the_cpu_form(rows: int, chunk: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("run", [cpu_scan, kernel_scan])
-def test_duplicate_rows_share_an_anchor_and_zero_rows_stand_alone(run: object) -> None:
+def test_scan_joins_duplicate_rows_but_not_zero_rows(run: object) -> None:
     assert callable(run)
     same = torch.ones(1, 1, 256, 16, device=DEVICE) * 0.37
     assert run(same, 0.99).runs_BGC.tolist() == [[[1, 1]]]

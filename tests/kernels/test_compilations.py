@@ -1,4 +1,4 @@
-"""Counts of Triton's compilations and cache hits on disk, before and after a worker is ready."""
+"""Tests the counts of kernels compiled or loaded from disk, before and after a worker is ready."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every kernel compiles for Hopper, fits its shared memory and uses its matrix unit; needs no GPU.
+"""Tests, without a GPU, that every kernel compiles for Hopper, fits shared memory and uses tensor cores.
 
-Files of `compile_cases/` list what to compile: (function, argument types, constants[, options]).
+Files in `compile_cases/` list the cases: (function, argument types, constants[, options]).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CASES = sorted(Path(__file__).with_name("compile_cases").glob("*.py"))
 
 
 def sources() -> list[Path]:
-    """Kernels also stand in benchmarks, where a method that cannot be served has its own."""
+    """List the files that may have kernels. Benchmarks have kernels of methods that the service refuses."""
     return [path for folder in ("kernels", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
 
 
 def jitted(tree: ast.Module) -> set[str]:
-    """The functions of a module that Triton or Gluon compiles."""
+    """Return the names of a module's functions that Triton or Gluon compiles."""
     decorators = ("triton.jit", "gluon.jit")
     return {
         node.name
@@ -50,7 +50,7 @@ def launched(tree: ast.Module) -> set[str]:
 
 
 def compiled_cases(path: Path) -> set[str]:
-    """The functions that a file's COMPILE_CASES name; what those call is compiled with them."""
+    """Return the names of the functions in a file's COMPILE_CASES. Functions that they call need no case."""
     return {case[0].__name__ for case in runpy.run_path(str(path))["COMPILE_CASES"]}
 
 
@@ -63,7 +63,7 @@ def test_every_kernel_that_is_launched_has_compile_cases() -> None:
 
 
 def test_no_two_kernels_share_a_name() -> None:
-    """The guard above goes by names."""
+    """`test_every_kernel_that_is_launched_has_compile_cases` compares names."""
     named = [name for path in sources() for name in jitted(ast.parse(path.read_text()))]
     assert len(named) == len(set(named)), sorted(name for name in named if named.count(name) > 1)
 

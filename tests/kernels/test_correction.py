@@ -1,4 +1,4 @@
-"""The Δ correction: against its definition row by row, in any chunks, kernel against CPU form."""
+"""Tests the Δ correction against the oracle, in any chunks, and its kernels against the CPU forms."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 
 
 class Noise:
-    """A bad method: dense attention of the prompt plus noise that depends on the position only."""
+    """A bad method: dense attention plus noise that depends only on the position."""
 
     def __init__(self, whole: AttentionInput) -> None:
         generator = torch.Generator().manual_seed(9)
@@ -66,7 +66,9 @@ def in_chunks(method: Correction, x: AttentionInput, cuts: list[int]) -> torch.T
 @pytest.mark.parametrize("gamma", [1, 48, 64, 200])
 @pytest.mark.parametrize("tokens", [640, 600])
 @pytest.mark.parametrize("spread", [True, False])
-def test_correction_equals_the_definition_in_any_chunks(tokens: int, gamma: int, spread: bool) -> None:
+def test_correction_equals_the_oracle_however_a_prompt_is_chunked(
+    tokens: int, gamma: int, spread: bool
+) -> None:
     x = random_input(tokens, q_heads=3, kv_heads=1, head_dim=16)
     noise = Noise(x)
     method = Correction(noise, gamma, spread=spread)
@@ -75,7 +77,7 @@ def test_correction_equals_the_definition_in_any_chunks(tokens: int, gamma: int,
         assert_rows_close(in_chunks(method, x, cuts), expected)
 
 
-def test_short_prompts_are_dense_throughout() -> None:
+def test_corrects_prompts_below_two_blocks_to_dense_attention() -> None:
     for tokens in (1, 127, 128, 255):
         x = random_input(tokens, head_dim=16)
         method = Correction(Noise(x), 64)
@@ -97,7 +99,7 @@ def test_correcting_dense_attention_changes_nothing() -> None:
     ("tokens", "rows", "first", "gamma", "tail"),
     [(600, 600, 0, 64, 384), (700, 188, 30, 48, 188), (513, 129, 5, 200, 100), (400, 144, 3, 64, 3)],
 )
-def test_the_kernels_equal_the_cpu_forms(
+def test_correction_kernels_equal_the_cpu_forms(
     dtype: torch.dtype, tokens: int, rows: int, first: int, gamma: int, tail: int
 ) -> None:
     x = random_input(tokens, rows=rows, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE)
@@ -128,14 +130,14 @@ def test_rows_before_the_first_dense_row_use_the_carried_difference() -> None:
     assert out[0, 0, :, 0].tolist() == [3.0] * 6 + [1.0] * 4
 
 
-def test_a_gamma_below_one_is_refused() -> None:
+def test_correction_refuses_a_gamma_below_one() -> None:
     x = random_input(128)
     with pytest.raises(KernelInputError, match="gamma"):
         Correction(Noise(x), 0)
 
 
-def test_large_differences_do_not_leak_into_other_heads() -> None:
-    """One head wrong by a constant: it alone is corrected, and exactly."""
+def test_corrects_a_wrong_head_without_changing_other_heads() -> None:
+    """A constant error in one head is corrected exactly, and the other head stays as it was."""
     x = random_input(512, q_heads=2, kv_heads=1, head_dim=16)
     noise = Noise(x)
     noise.out_BHTD = reference_attention(x)

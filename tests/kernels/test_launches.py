@@ -1,7 +1,7 @@
-"""Launching again what has been launched: which launches are of one form, and what reaches a compiled kernel.
+"""Tests `Launcher`: which launches share a compiled kernel, and which arguments the kernel gets.
 
-That two launches of one key are of one form to Triton, too, is asked of every kernel of a prompt in
-tests/workers/test_specialisations.py.
+tests/workers/test_specialisations.py checks, for every kernel of a prompt, that Triton would use the same
+compiled kernel for launches with equal keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2
 
 
 class Compiled:
-    """A compiled kernel: it takes numbers of so many bits, and cuts wider ones without an error."""
+    """Imitates a compiled kernel that takes integers of `bits` bits and truncates wider ones without an
+    error."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -37,7 +38,8 @@ class Compiled:
 
 
 class Function:
-    """A Triton function of a tensor, a number that it specialises on, one that it does not, a constant."""
+    """Imitates a Triton function of a tensor, a number that Triton specialises on, one that it does not
+    specialise on, and a constant."""
 
     params = tuple(
         SimpleNamespace(num=number, do_not_specialize=number == 2, is_constexpr=number == 3)
@@ -67,7 +69,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
 X = torch.zeros(64)
 
 
-def test_repeated_form_launches_from_the_cache(launcher: Launcher) -> None:
+def test_repeated_launches_skip_tritons_lookup(launcher: Launcher) -> None:
     for row in (7, 8, 9):
         launcher[(5,)](X, 32, row, WIDE=True, num_warps=4)
     function = launcher._function
@@ -85,7 +87,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_each_new_form_of_arguments_asks_triton_once(launcher: Launcher, name: str) -> None:
+def test_calls_triton_once_for_each_new_form_of_arguments(launcher: Launcher, name: str) -> None:
     arguments, wide = OTHERS[name]
     for _ in range(2):
         launcher[(5,)](X, 32, 7, WIDE=True)
@@ -94,7 +96,7 @@ def test_each_new_form_of_arguments_asks_triton_once(launcher: Launcher, name: s
     assert [len(one.launched) for one in launcher._function.made] == [1, 1]
 
 
-def test_integer_too_wide_for_the_cached_form_asks_triton(launcher: Launcher) -> None:
+def test_never_passes_64_bit_integers_to_a_kernel_for_32_bits(launcher: Launcher) -> None:
     rows = (7, 1 << 31, 1 << 32, (1 << 31) - 1, -(1 << 31), -(1 << 31) - 1)
     for row in rows:
         launcher[(5,)](X, 32, row, WIDE=True)
@@ -104,28 +106,28 @@ def test_integer_too_wide_for_the_cached_form_asks_triton(launcher: Launcher) ->
     assert sorted(seen) == sorted(rows[2:]), "no number is cut"
 
 
-def test_descriptors_with_different_forms_are_cached_apart(launcher: Launcher) -> None:
+def test_caches_one_kernel_for_each_form_of_descriptor(launcher: Launcher) -> None:
     for block in (64, 128, 64, 128):
         launcher[(5,)](SimpleNamespace(form=(torch.float16, block)), 32, 7, WIDE=True)
     assert len(launcher._function.asked) == 2
 
 
-def test_refuses_an_argument_whose_form_is_unknown(launcher: Launcher) -> None:
-    """A descriptor without a form, say: another one would be launched as if it were this."""
+def test_refuses_an_argument_without_a_known_form(launcher: Launcher) -> None:
+    """Without a form, two different descriptors would share one compiled kernel."""
     with pytest.raises(TypeError, match="argument 0 is SimpleNamespace, of which no form is known"):
         launcher[(5,)](SimpleNamespace(shape=(2, 2)), 32, 7, WIDE=True)
     assert launcher._function.asked == []
 
 
-def test_constants_must_come_last() -> None:
-    """A compiled kernel is given all others first."""
+def test_refuses_a_kernel_whose_constants_do_not_come_last() -> None:
+    """A compiled kernel takes the other arguments first."""
     function = Function()
     function.params = tuple(reversed(Function.params))  # type: ignore[misc]
     with pytest.raises(TypeError, match="constants must be the last parameters"):
         Launcher(function)
 
 
-def test_interpreted_kernels_ask_triton_every_time() -> None:
+def test_calls_triton_for_every_launch_in_the_interpreter() -> None:
     function = Function()
     function.params = ()  # type: ignore[misc]
     interpreted = Launcher(function)
@@ -134,14 +136,14 @@ def test_interpreted_kernels_ask_triton_every_time() -> None:
     assert [grid for grid, *_ in function.asked] == [(2, 3, 1)] * 3
 
 
-def test_cache_of_forms_is_bounded(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_the_number_of_cached_kernels(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "_MAX_FORMS", 4)
     for number in range(100):
         launcher[(1,)](X, number, 7, WIDE=True)
         assert len(launcher._compiled) <= 4
 
 
-def test_host_arithmetic_equals_tritons() -> None:
+def test_cdiv_and_next_power_of_2_equal_tritons() -> None:
     for number in range(1, 300):
         assert next_power_of_2(number) == tritons_power(number)
         assert all(cdiv(number, by) == tritons_cdiv(number, by) for by in range(1, 20))

@@ -1,4 +1,4 @@
-"""The registry: what it lists, what it refuses, methods from outside the package, and torch left alone."""
+"""Tests the registry of attention methods, also with methods from outside the package and without torch."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ OWN = {
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a module on sys.path that is no part of the package and was not imported yet.
-
-    What it registers is forgotten after the test.
+    """Return the name of a module on sys.path outside the package that was not imported yet. The methods that
+    it registers are removed after the test.
     """
     assert set(PRESETS) >= OWN
     name = f"outside_{tmp_path.name.replace('-', '_')}"
@@ -112,7 +111,7 @@ def test_refuses_unknown_methods_and_options_naming_the_field(
     assert caught.value.field == field
 
 
-def test_values_take_the_type_of_their_field() -> None:
+def test_converts_option_values_to_the_type_of_their_field() -> None:
     values = method_spec("delta_kv", {"means": 0.0, "critical": 256.0, "cos": 1}).values
     given = {"means": False, "critical": 256, "cos": 1}
     assert values == {**given, "min_tokens": 4096}
@@ -144,8 +143,8 @@ def test_external_selector_serves_a_prompt(outside: str, tmp_path: Path) -> None
         np.testing.assert_allclose(logits_V, wanted_V.numpy(), rtol=2e-3, atol=2e-3)
 
 
-def test_another_process_imports_the_module_of_a_spec(outside: str, tmp_path: Path) -> None:
-    """A stage's process gets only the spec and no list of modules."""
+def test_another_process_imports_the_module_named_in_a_method_spec(outside: str, tmp_path: Path) -> None:
+    """A stage's process gets the spec but no list of modules."""
     load(outside)
     (tmp_path / "spec").write_bytes(pickle.dumps(method_spec(f"{outside}+delta", {"step": 4})))
     code = (
@@ -160,7 +159,7 @@ def test_another_process_imports_the_module_of_a_spec(outside: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("path", ["deltafront.nowhere:Backend", "deltafront.kernels.attention.dense:Nobody"])
-def test_a_part_that_cannot_be_imported_is_a_methods_error(path: str) -> None:
+def test_reports_a_method_part_that_cannot_be_imported(path: str) -> None:
     with pytest.raises(MethodError, match=f"{path} cannot be imported"):
         part_of(path)
     dense = part_of("deltafront.kernels.attention.dense:DenseBackend")
@@ -206,7 +205,7 @@ def test_refuses_invalid_registrations() -> None:
         StreamingSelector(StreamingOptions(window=0))
 
 
-def test_listing_and_checking_methods_leaves_torch_out() -> None:
+def test_listing_and_checking_methods_does_not_import_torch() -> None:
     code = (
         "import sys; from deltafront.kernels.methods import PRESETS, method_spec; "
         "[method_spec(f'{name}+delta') for name in PRESETS]; "

@@ -1,7 +1,7 @@
-"""Properties of every attention method, whatever it skips. Whole-prompt baselines are left out.
+"""Tests properties of every attention method that can prefill in chunks.
 
-On the CPU the CPU forms run, on a GPU the kernels. Inputs are structured, so that methods have runs to pack
-and tiles to skip, unless a test says otherwise.
+Without a GPU the CPU forms run, with a GPU the kernels. Most inputs are structured, so that methods find runs
+to pack and tiles to skip.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from deltafront.tests.reference.structured import structured_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OWN = [name for name in PRESETS if PRESETS[name].form.__module__.startswith("deltafront.kernels.")]
-"""Without methods that other tests register from outside the package."""
+"""The package's methods, without those that other tests register."""
 METHODS = [name for name in OWN if not reads_whole_prompts(name)]
 SELECTING = [name for name in METHODS if PRESETS[name].selector is not None]
 SCORED = ("xattention", "dpxa", "delta_xattention")
-"""Those that choose by a score, with any of the rules."""
+"""Methods that select tiles by a score and a rule."""
 OUTSIDE: dict[str, Value] = {"outside": True, "sink": 129, "window": 129}
 FORMS: dict[str, dict[str, Value]] = {
     **{f"{name} outside": OUTSIDE for name in SCORED},
     **{f"{name} share": {} for name in SCORED},
     "dpxa finer": {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128, "outside": True},
 }
-"""Methods with tau of the mass outside a wider sink and window, with another rule, or with other scores.
-`finer` is the shipped profile's form for shorter prompts."""
+"""Variants of methods: with `outside` and a wider sink and window, with the rule `share`, and `finer`, with
+the options of the shipped profile for shorter prompts."""
 FILLING = 32_768
-"""Tokens with which an 8B model's heads fill a GPU."""
+"""Prompt length in tokens at which an 8B model's heads fill a GPU."""
 CORRECTED = ["streaming+delta", "delta_kv+delta", "dpxa+delta", "dpxa+delta outside"]
 LEAN: dict[str, dict[str, Value]] = {
     "streaming": {"window": 256},
@@ -51,7 +51,7 @@ LEAN: dict[str, dict[str, Value]] = {
     **{name: {"share": 0.5, "window": 1} for name in FORMS if name.endswith(" share")},
     "dpxa finer": {"tau": 0.3},
 }
-"""Options under which each method really skips something in 1,200 tokens."""
+"""Options with which each method skips tiles of a prompt of 1,200 tokens."""
 FULL: dict[str, dict[str, Value]] = {
     "streaming": {"window": 1 << 20},
     "delta_kv": {"cos": 1.0},
@@ -59,7 +59,7 @@ FULL: dict[str, dict[str, Value]] = {
     "delta_xattention": {"tau": 1.0, "exact_share": 1.0},
     **{name: {"share": 1.0} for name in FORMS if name.endswith(" share")},
 }
-"""Options under which nothing is left out."""
+"""Options with which each method computes all tiles exactly."""
 
 
 def options_of(name: str, table: dict[str, dict[str, Value]]) -> dict[str, Value]:
@@ -82,7 +82,7 @@ def method_of(name: str, table: dict[str, dict[str, Value]] = LEAN) -> Any:
 
 
 def run(method: Any, x: AttentionInput, cuts: tuple[int, ...] = ()) -> torch.Tensor:
-    """The prompt's output, in the chunks that the cuts make of it."""
+    """Compute a prompt in chunks that begin at 0 and at each of `cuts`."""
     state = method.new_state(spec_of(x))
     edges = (0, *cuts, x.q_BHTD.shape[2])
     return torch.cat([method.attend(chunk_of(x, a, b), state)[0] for a, b in pairwise(edges)], dim=2)
@@ -111,7 +111,7 @@ def density(method: Any, x: AttentionInput) -> float:
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS])
-def test_full_budget_is_dense_and_a_small_one_skips_tiles(name: str) -> None:
+def test_full_budget_equals_dense_and_small_budgets_skip_tiles(name: str) -> None:
     x = prompt()
     assert_rows_close(run(method_of(name, FULL), x), reference(x))
     assert density(method_of(name, FULL), x) == pytest.approx(1.0, abs=0.02)
@@ -122,7 +122,7 @@ def test_full_budget_is_dense_and_a_small_one_skips_tiles(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
 def test_output_never_depends_on_later_keys(name: str) -> None:
-    """Keys and values from a block boundary on are replaced: rows before it do not change at all."""
+    """Replacing keys and values from a block boundary on does not change the rows before it."""
     x = prompt()
     border = 5 * BLOCK
     k, v = x.k_BGSD.clone(), x.v_BGSD.clone()
@@ -134,7 +134,7 @@ def test_output_never_depends_on_later_keys(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "streaming", "delta_kv"])
 def test_output_never_depends_on_later_keys_of_its_block(name: str) -> None:
-    """Methods that do not look at scores: true of every single row, not only of whole blocks."""
+    """For methods without scores this is true of every row, not only of whole blocks."""
     x = prompt(700)
     border = 5 * BLOCK - 37
     k, v = x.k_BGSD.clone(), x.v_BGSD.clone()
@@ -146,12 +146,12 @@ def test_output_never_depends_on_later_keys_of_its_block(name: str) -> None:
 
 @pytest.mark.parametrize("cuts", [(128,), (384, 512, 1152), (256, 640, 768, 896)])
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_output_in_chunks_equals_the_whole_prompts(name: str, cuts: tuple[int, ...]) -> None:
+def test_prefill_in_chunks_equals_prefill_of_the_whole_prompt(name: str, cuts: tuple[int, ...]) -> None:
     assert_rows_close(run(method_of(name), prompt(1153), cuts), at_once(name, 1153))
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_one_token_chunks_and_ragged_prompts_change_nothing(name: str) -> None:
+def test_one_token_chunks_give_the_same_output(name: str) -> None:
     for tokens, cuts in ((1, ()), (127, ()), (129, (128,)), (641, (128, 640))):
         x = prompt(tokens, heads=2, key_heads=1)
         found = run(method_of(name), x, cuts)
@@ -160,8 +160,8 @@ def test_one_token_chunks_and_ragged_prompts_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_memory_layout_of_heads_never_matters(name: str) -> None:
-    """Tokens side by side, heads inside, as a model makes q and a run of the cache's pages holds k and v."""
+def test_output_does_not_depend_on_the_memory_layout_of_heads(name: str) -> None:
+    """Models store q, k and v token by token: (batch, tokens, heads, D)."""
     x = prompt(700)
 
     def inside(t: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def strange(kind: str) -> AttentionInput:
 @pytest.mark.parametrize("kind", ["duplicated rows", "zero keys", "zero queries", "large logits"])
 @pytest.mark.parametrize("name", [*METHODS, *FORMS])
 def test_attention_weights_sum_to_one_on_degenerate_inputs(name: str, kind: str) -> None:
-    """Values of one everywhere come out as one, and a full budget is still dense."""
+    """If all values are 1, the output is 1. A full budget equals dense attention."""
     x = strange(kind)
     ones = run(method_of(name), replace(x, v_BGSD=torch.ones_like(x.v_BGSD)))
     assert_rows_close(ones, torch.ones_like(ones))
@@ -222,7 +222,7 @@ def test_attention_weights_sum_to_one_on_degenerate_inputs(name: str, kind: str)
 
 
 @pytest.mark.parametrize("name", SELECTING)
-def test_diagonal_and_sink_are_always_kept(name: str) -> None:
+def test_masks_always_keep_diagonal_and_sink(name: str) -> None:
     x = prompt()
     least: dict[str, Value] = {"window": 1} if name == "streaming" else {"tau": 0.01, "window": 1}
     method = method_of(name, {name: least})
@@ -236,7 +236,7 @@ def test_diagonal_and_sink_are_always_kept(name: str) -> None:
     assert float(count_BHN[..., 5:].double().mean()) < 4
 
 
-def test_short_prompts_are_dense() -> None:
+def test_prompts_of_at_most_min_tokens_use_dense_attention() -> None:
     x = prompt(600)
     method = build(method_spec("streaming", {"window": 128, "min_tokens": 600}))
     assert_rows_close(run(method, x, (128, 256)), reference(x))
@@ -260,8 +260,8 @@ def test_attention_never_synchronises_with_the_device(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["dense", "dpxa", "dpxa share", "dpxa finer", "xattention", "delta_kv"])
-def test_repeated_runs_give_identical_bits(name: str) -> None:
-    """The size fills a device: a race between reads and writes would show as a difference now and then."""
+def test_repeated_runs_give_the_same_bits(name: str) -> None:
+    """The prompt is long enough to fill a GPU, so that a race would sometimes change the output."""
     x = structured_input(FILLING, device=DEVICE, dtype=torch.bfloat16, seed=5)
     chunk, method = chunk_of(x, FILLING // 4 * 3, FILLING), method_of(name)
     first_BHTD, first = method.attend(chunk, method.new_state(spec_of(x)))
@@ -286,7 +286,7 @@ def test_prompt_resumes_bit_for_bit_with_a_new_state(name: str) -> None:
 
 
 def test_correction_cannot_resume_between_two_dense_rows() -> None:
-    """Its rows before the next dense row take a difference that only queries before them tell."""
+    """Rows before the next dense row need a difference that depends on earlier queries."""
     x, method = prompt(), method_of("streaming+delta")
     whole = run(method, x, (640,))
     rest = method.attend(chunk_of(x, 640, 1200), method.new_state(spec_of(x)))[0]

@@ -1,4 +1,4 @@
-"""Oracles: what each kernel should compute, in plain loops over float64, never tuned.
+"""Oracles: the definition of each kernel, in plain float64 loops that are never tuned.
 
-Each file is named like the room it checks. Tests and benchmarks import them, and nothing that serves does.
+Each file is named like the package whose kernels it checks. Only tests and benchmarks import oracles.
 """

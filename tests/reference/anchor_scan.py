@@ -6,8 +6,8 @@ import torch
 def run_starts(
     x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str, *, centred: bool = False
 ) -> list[list[int]]:
-    """Run starts of every (batch, head), one loop over rows in float64. centred: rows less their chunk's
-    mean are compared."""
+    """Return the first rows of runs of each (batch, head), by a loop over rows in float64. centred: Compare
+    rows minus their chunk's mean."""
     starts = []
     for head_SD in x_BGSD.double().flatten(0, 1):
         parts = [part - part.mean(0) * centred for part in head_SD.split(chunk)]

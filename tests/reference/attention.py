@@ -1,4 +1,4 @@
-"""Attention by its definition: dense and over tiles, Delta-KV, DeltaXAttention, the Δ correction."""
+"""Oracles of attention: dense, block-sparse, Delta-KV, DeltaXAttention, and the Δ correction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from deltafront.kernels.interface import AttentionInput
 
 
 def reference_attention(x: AttentionInput, kept_BHNM: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention over one float64 score matrix; tiles outside kept_BHNM are dropped. Returns fp32."""
+    """Compute causal attention with one float64 score matrix, masking tiles outside kept_BHNM. Return
+    fp32."""
     batch, heads, rows, dim = x.q_BHTD.shape
     q = x.q_BHTD.double().reshape(batch, -1, x.group, rows, dim)
     k, v = x.k_BGSD.double()[:, :, None], x.v_BGSD.double()[:, :, None]
@@ -28,7 +29,10 @@ def reference_attention(x: AttentionInput, kept_BHNM: torch.Tensor | None = None
 def packed_attention(
     x: AttentionInput, starts: list[int], critical: int, *, means: bool, chunk: int
 ) -> torch.Tensor:
-    """Delta-KV of one head, row by row: each run's mean or anchor repeated. fp32. starts: of runs."""
+    """Compute Delta-KV of one head row by row, with each run's mean or anchor repeated. Return fp32.
+
+    starts: First positions of runs.
+    """
     q, k, v = x.q_BHTD[0, 0].double(), x.k_BGSD[0, 0].double(), x.v_BGSD[0, 0].double()
     rows = []
     for position in range(q.shape[0]):
@@ -53,12 +57,12 @@ def mixed_attention(
     *,
     means: bool,
 ) -> torch.Tensor:
-    """DeltaXAttention of one sequence, row by row: exact tiles, and packed ones as repeated means or anchors.
-    fp32.
+    """Compute DeltaXAttention of one sequence row by row. In packed tiles, each run's mean or anchor is
+    repeated. Return fp32.
 
     Args:
-        exact_HNM, packed_HNM: bool, by query block and key block; the diagonal is exact.
-        starts: of each key head, the first positions of the runs, which never cross a tile.
+        exact_HNM, packed_HNM: bool, by query block and key block. The diagonal is exact.
+        starts: First positions of each key head's runs, which do not cross tiles.
     """
     out_BHTD = torch.zeros(x.q_BHTD.shape)
     for h in range(x.q_BHTD.shape[1]):
@@ -84,7 +88,8 @@ def mixed_attention(
 
 
 def corrected(x: AttentionInput, sparse_BHTD: torch.Tensor, gamma: int, *, spread: bool) -> torch.Tensor:
-    """The Δ correction of a whole prompt's sparse_BHTD, row by row. spread: equation 6; else equation 5."""
+    """Correct a whole prompt's sparse_BHTD row by row, by equation 6 of Δ Attention with `spread`, else by
+    equation 5."""
     dense_BHTD = reference_attention(x)
     out_BHTD = sparse_BHTD.clone()
     for row in range(out_BHTD.shape[2]):

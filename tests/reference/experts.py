@@ -1,4 +1,4 @@
-"""A mixture of experts, token by token in float64. Suffixes as in `kernels.experts`."""
+"""Oracle of a mixture of experts, token by token in float64. Suffixes are those of `kernels.experts`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layers import swiglu
 
 
 def routed(logits_E: list[float], router: Router) -> dict[int, float]:
-    """Return a token's experts, the best first, with their shares."""
+    """Return a token's experts with their routing weights, the best first."""
     if router.bias_E is None:
         largest = max(logits_E)
         powers = [math.exp(logit - largest) for logit in logits_E]

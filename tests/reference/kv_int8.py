@@ -1,4 +1,4 @@
-"""K/V in 8 bits, number by number, from the definition in `kernels.layers.kv_int8`."""
+"""Oracle of the int8 KV cache, number by number, by the definition in `kernels.layers.kv_int8`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BYTES = range(8, 248)
 
 
 def scale_of(byte: int) -> float:
-    """Five bits of exponent and three behind the point."""
+    """Decode a scale byte: five bits of exponent and three of fraction."""
     exponent, fraction = divmod(byte, 8)
     if exponent == 31:
         return math.nan
@@ -20,7 +20,7 @@ def scale_of(byte: int) -> float:
 
 
 def byte_of(row: Sequence[float]) -> int:
-    """The least scale under which 127 holds the largest magnitude."""
+    """Return the byte of the smallest scale at which 127 · scale reaches the row's largest magnitude."""
     if not all(map(math.isfinite, row)):
         return NONE
     least = max(abs(x) for x in row) / 127
@@ -28,9 +28,10 @@ def byte_of(row: Sequence[float]) -> int:
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers and scales (uint8) of rows, the last dimension of x. Those of a row without a scale are 0.
+    """Quantise rows, the last dimension of x. Return numbers and scales (uint8). A row that no scale fits has
+    numbers 0.
 
-    A channel is multiplied by the float32 next to 1 / scale, in float32, and then rounded.
+    A channel is multiplied in float32 by 1 / scale, rounded to float32, and then rounded.
     """
     numbers, scales = [], []
     for row in x.double().flatten(0, -2).tolist():
@@ -47,5 +48,5 @@ def _float32(x: float) -> float:
 
 
 def row_of(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """One row, float64."""
+    """Dequantise one row to float64."""
     return (numbers.double() - 128) * scale_of(int(scale))

@@ -1,4 +1,4 @@
-"""The steps between a layer's products, row by row in float64. Suffixes as in `kernels.layers`."""
+"""Oracles of the kernels between GEMMs, row by row in float64. Suffixes are those of `kernels.layers`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def squared_relu(x_TI: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(x_HD: torch.Tensor, position: int, frequency_F: torch.Tensor, magnitude: float) -> torch.Tensor:
-    """One token's heads, float64: channels (f, f + D/2) are a complex number that turns."""
+    """Rotate one token's heads in float64. Channels (f, f + D/2) are one complex number."""
     half = x_HD.shape[1] // 2
     pairs = torch.complex(x_HD[:, :half].double(), x_HD[:, half:].double())
     turned = pairs * torch.polar(torch.full((half,), magnitude).double(), position * frequency_F.double())
@@ -49,17 +49,17 @@ def rotated(x_HD: torch.Tensor, position: int, frequency_F: torch.Tensor, magnit
 
 @cache
 def e4m3_numbers() -> tuple[float, ...]:
-    """Every finite non-negative number of e4m3, ascending (Micikevicius et al. 2022, table 1).
+    """Return every finite non-negative e4m3 number, ascending (Micikevicius et al. 2022, table 1).
 
-    4 bits of exponent with bias 7, 3 of mantissa, subnormal below 2^-6, no infinity.
+    e4m3 has 4 bits of exponent with bias 7, 3 bits of mantissa, subnormals below 2^-6 and no infinity.
     """
     small = [m / 8 * 2.0**-6 for m in range(8)]
     normal = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
-    return (*small, *normal[:-1])  # the last pattern is NaN
+    return (*small, *normal[:-1])  # the last bit pattern is NaN
 
 
 def nearest_e4m3(x: float) -> float:
-    """Ties go to the even pattern; numbers beyond the largest become the largest."""
+    """Round to e4m3. Ties go to the even bit pattern, and larger numbers become the largest e4m3 number."""
     numbers = e4m3_numbers()
     above = bisect_left(numbers, abs(x), hi=len(numbers) - 1)
     nearest = min(max(above - 1, 0), above, key=lambda n: (abs(numbers[n] - abs(x)), n % 2))
@@ -67,7 +67,7 @@ def nearest_e4m3(x: float) -> float:
 
 
 def quantised(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """values_TI, each a number of e4m3, and scale_T1: float64."""
+    """Quantise rows. Return values_TI, which are e4m3 numbers, and scale_T1, both float64."""
     values, scales = [], []
     for row in x_TI.double().tolist():
         scale = max(1e-12, *(abs(x) for x in row)) / 448

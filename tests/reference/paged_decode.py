@@ -1,4 +1,4 @@
-"""Paged decode attention and page selection, one request at a time. Suffixes as in
+"""Oracles of paged decode attention and page selection, one request at a time. Suffixes are those of
 `paged_decode.pages`."""
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .kv_int8 import row_of
 def paged_attention(
     x: PagedInput, request: int, columns: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out_HD, lse_H and the weights of each column's slots, token by token in float64."""
+    """Compute attention of one request over the pages in `columns`, token by token in float64. Return out_HD,
+    lse_H and the weight of each token."""
     length = int(x.lengths_R[request])
     first = length - x.window if x.window else 0
     seen = [(c, s) for c in columns for s in range(PAGE_TOKENS) if first <= c * PAGE_TOKENS + s < length]

@@ -1,7 +1,4 @@
-"""Tile scores and selections, one pair of rows at a time.
-
-Scores are float64 score_BHNM.
-"""
+"""Oracles of tile scores (float64 score_BHNM) and selection, one pair of rows at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +16,8 @@ from deltafront.kernels.selectors.rules.rule import LEVELS
 def _from_logits(
     x: AttentionInput, per_block: int, logit: Callable[[int, int, int, int], float | None]
 ) -> torch.Tensor:
-    """Softmax of logit(batch, head, query group, key group) over the key groups that have one, in tiles."""
+    """Compute a softmax of logit(batch, head, query group, key group) over key groups, and add up tiles. Key
+    groups with logit None are masked."""
     batch, heads = x.q_BHTD.shape[:2]
     score = torch.zeros(batch, heads, x.query_blocks, x.key_blocks, dtype=torch.float64)
     for b in range(batch):
@@ -37,8 +35,10 @@ def _from_logits(
 
 
 def antidiagonal_scores(x: AttentionInput, stride: int, order: Sequence[int] | None = None) -> torch.Tensor:
-    """XAttention, section 2.1: the mean over each cell's antidiagonal pairs that exist. order: the key that
-    each row of a cell meets, in place of the antidiagonal's."""
+    """Compute XAttention's scores (section 2.1) from the mean over each cell's causal antidiagonal pairs.
+
+    order: For each row of a cell, the key that it is paired with. None: the antidiagonal.
+    """
     order = range(stride - 1, -1, -1) if order is None else order
     q, k = x.q_BHTD.double(), x.k_BGSD.double()
     dots = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(x.group, 1)) * x.scale
@@ -67,7 +67,7 @@ def pooled_scores(x: AttentionInput) -> torch.Tensor:
 
 
 def true_masses(x: AttentionInput) -> torch.Tensor:
-    """Each tile's attention mass, the sum over its rows."""
+    """Compute each tile's attention mass, summed over its rows."""
     q, k = x.q_BHTD.double(), x.k_BGSD.double().repeat_interleave(x.group, 1)
     place = torch.arange(k.shape[2])
     future = place > place[x.q_start :, None]
@@ -82,7 +82,7 @@ def true_masses(x: AttentionInput) -> torch.Tensor:
 def anchor_slots(
     rows: torch.Tensor, form: AnchorSettings, side: SideSettings
 ) -> list[tuple[int, int, torch.Tensor]]:
-    """(first row, rows stood for, vector) of the slots of one block of rows (at most 128, D)."""
+    """Return (first row, number of rows, vector) of each anchor slot of one block (at most 128 rows, D)."""
     cos, compared = form.cos, rows - rows.mean(0) if form.centred else rows
 
     def runs_at(threshold: float) -> list[tuple[int, int]]:
@@ -103,7 +103,7 @@ def anchor_slots(
 
 
 def anchor_scores(x: AttentionInput, form: AnchorSettings) -> torch.Tensor:
-    """DPXA (docs/decisions/0003), one pair of slots at a time."""
+    """Compute DPXA's tile scores (docs/decisions/0003), one pair of anchor slots at a time."""
     batch, heads = x.q_BHTD.shape[:2]
     score = torch.zeros(batch, heads, x.query_blocks, x.key_blocks, dtype=torch.float64)
     for b in range(batch):
@@ -138,7 +138,8 @@ def kept_tiles(
     window: int = 1,
     outside: bool = False,
 ) -> list[int]:
-    """Tiles that a `Rule` keeps of one row, by trying every threshold. sink, window: blocks."""
+    """Return the tiles of one row that a `Rule` keeps, by trying every floor. sink, window: Numbers of
+    blocks."""
     score = score[: diagonal + 1]
     forced = {m for m in range(diagonal + 1) if m < sink or m > diagonal - window}
     if max(score) <= 0:

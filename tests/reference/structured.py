@@ -1,8 +1,8 @@
-"""Synthetic q, k, v that look like a real model's after RoPE; deterministic by seed.
+"""Synthetic q, k, v with the structure of a real model's after RoPE, deterministic by seed.
 
-Suffixes: P = D / 2 pairs of channels. Neighbouring rows are alike (a topic's run), a topic's rows attract
-each other, the first keys are sinks, some keys are verticals that all queries see, and each head looks back
-at one distance, its slash.
+Each row has a topic, and consecutive rows mostly share it. Rows of a topic are similar and attend to each
+other. The first keys are attention sinks, some keys are verticals that all queries attend to, and each head
+attends to one distance, its slash. Suffixes: P = D / 2 pairs of channels.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from deltafront.kernels.interface import AttentionInput
 
 @dataclass(frozen=True)
 class Recipe:
-    """Lengths of a row's parts at head dimension 64; they grow with D^(1/4). run, vertical_every: rows, on
-    average."""
+    """Lengths of the vectors that add up to a row at head dimension 64. They grow with D^(1/4). `run` and
+    `vertical_every` are mean numbers of rows."""
 
     rope_theta: float = 500_000.0
     topics: int = 1500
@@ -49,7 +49,7 @@ def structured_input(
     seed: int = 0,
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> AttentionInput:
-    """q, k, v of a whole prompt, made head by head so that a long prompt fits."""
+    """Make q, k, v of a whole prompt, head by head, so that a long prompt fits memory."""
     generator = torch.Generator(device=device).manual_seed(seed)
     shape = (tokens, head_dim)
     q_BHTD = torch.empty((batch, q_heads, *shape), dtype=dtype, device=device)
@@ -114,7 +114,7 @@ class _Head:
         return rows_SD
 
     def _directions(self, count: int, pairs_P: torch.Tensor) -> torch.Tensor:
-        """Random unit vectors that live in some pairs only."""
+        """Draw random unit vectors that are 0 outside the channel pairs pairs_P."""
         dim = 2 * pairs_P.shape[0]
         x_KD = torch.randn((count, dim), generator=self.generator, device=pairs_P.device)
         x_KD = x_KD * pairs_P.repeat(2)
@@ -122,7 +122,7 @@ class _Head:
         return x_KD / length_K1
 
     def _turned(self, x_SD: torch.Tensor, position_S: torch.Tensor) -> torch.Tensor:
-        """RoPE: pair p of a row at position s turns by s * theta^(-p/P)."""
+        """Apply RoPE: pair p of a row at position s is rotated by s * theta^(-p/P)."""
         angle_SP = (position_S[:, None] * self.turn_P[None, :]).float()
         first_SP, second_SP = x_SD.chunk(2, dim=-1)
         cos_SP, sin_SP = angle_SP.cos(), angle_SP.sin()
@@ -132,7 +132,8 @@ class _Head:
 
 
 def statistics(x: AttentionInput, cos: float = 0.75) -> dict[str, float]:
-    """Adjacent cosine of q and k, and their share of anchors, over at most 8,192 rows of each head."""
+    """Return the mean cosine of adjacent rows of q and k, and their shares of anchors, over at most 8,192
+    rows of each head."""
     found: dict[str, float] = {}
     for name, rows in (("q", x.q_BHTD[:, :, :8192]), ("k", x.k_BGSD[:, :, :8192])):
         wide = rows.float()

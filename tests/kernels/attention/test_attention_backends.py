@@ -1,6 +1,6 @@
-"""The backends: CPU forms against the oracles, kernels against CPU forms, bad input refused.
+"""Tests attention backends: CPU forms against oracles, kernels against CPU forms, and bad input.
 
-Kernels run in the interpreter (fp32, fp16) without a GPU, and on the GPU (bf16 too) with one.
+Without a GPU, kernels run in Triton's interpreter (fp32, fp16). With a GPU they run compiled, also in bf16.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from deltafront.tests.reference.attention import mixed_attention, packed_attenti
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
-"""bf16 arithmetic is wrong in the interpreter."""
+"""Dtypes to test. Triton's interpreter computes bf16 wrongly."""
 SHAPES = [
     {"tokens": 300, "q_heads": 3, "kv_heads": 1, "head_dim": 64},
     {"tokens": 388, "rows": 132, "q_heads": 4, "kv_heads": 2, "head_dim": 128},
@@ -54,7 +54,7 @@ def on_cpu(x: AttentionInput) -> AttentionInput:
 
 
 def as_stored(x: AttentionInput) -> AttentionInput:
-    """On the CPU in x's own type: packed rows are rounded to it, as a cache's rows are."""
+    """Copy x to the CPU in its dtype, because packed rows are rounded to the KV cache's dtype."""
     return AttentionInput.of(
         *(t.cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), prompt_tokens=x.prompt_tokens
     )
@@ -70,7 +70,7 @@ def state_on_cpu(state: PackedRuns) -> PackedRuns:
 
 
 def with_runs(x: AttentionInput) -> AttentionInput:
-    """Every three neighbouring keys alike."""
+    """Make every three consecutive keys similar."""
     k = x.k_BGSD
     k.copy_(0.9 * k[:, :, torch.arange(k.shape[2], device=k.device) // 3 * 3] + 0.3 * k)
     return x
@@ -83,7 +83,7 @@ def table_of(x: AttentionInput, mask: TileMask) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_cpu_forms_equal_one_softmax_over_the_kept_tiles(shape: dict[str, int]) -> None:
+def test_dense_and_block_sparse_on_the_cpu_equal_the_oracle(shape: dict[str, int]) -> None:
     x = random_input(**shape)
     assert_rows_close(dense.cpu_attend(x), reference_attention(x))
     if x.q_start % 128 == 0:
@@ -106,8 +106,8 @@ def test_dense_attention_takes_any_chunk_start_and_large_logits() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("start", [127, 255])
-def test_row_may_have_no_visible_key_in_its_first_tile(start: int, head_dim: int) -> None:
-    """A chunk's first row, at the end of a block of keys, beside rows that begin with the next block."""
+def test_rows_may_have_no_visible_key_in_their_first_tile(start: int, head_dim: int) -> None:
+    """The chunk's first row is the last of its key block. Other rows of the tile are in the next block."""
     whole = random_input(420, q_heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
     x = chunk_of(whole, start, 420)
     with poisoned_empty():
@@ -116,7 +116,7 @@ def test_row_may_have_no_visible_key_in_its_first_tile(start: int, head_dim: int
 
 
 @pytest.mark.parametrize("means", [True, False])
-def test_packing_counts_a_key_row_once_for_each_key_of_its_run(means: bool) -> None:
+def test_packed_attention_weighs_a_run_by_its_length(means: bool) -> None:
     x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
     backend = DeltaKVBackend(DeltaKVOptions(cos=0.8, means=means, critical=128))
     state = backend.new_state(spec_of(x))
@@ -129,7 +129,7 @@ def test_packing_counts_a_key_row_once_for_each_key_of_its_run(means: bool) -> N
     assert_rows_close(found, packed_attention(x, starts, 128, means=means, chunk=CHUNK))
 
 
-def test_duplicated_keys_pack_without_loss() -> None:
+def test_packing_identical_keys_does_not_change_attention() -> None:
     x = random_input(700, q_heads=2, kv_heads=1)
     x.k_BGSD.copy_(x.k_BGSD[:, :, torch.arange(700) // 5 * 5])
     exact = dense.cpu_attend(x)
@@ -141,7 +141,7 @@ def test_duplicated_keys_pack_without_loss() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("means", [True, False])
-def test_tiles_outside_the_exact_share_use_one_key_row_for_each_run(share: float, means: bool) -> None:
+def test_computes_tiles_outside_the_exact_share_over_packed_runs(share: float, means: bool) -> None:
     whole = with_runs(random_input(700, q_heads=2, kv_heads=1, head_dim=16))
     x = chunk_of(whole, 128, 690)
     mask = random_mask(x, 0.7)
@@ -156,7 +156,7 @@ def test_tiles_outside_the_exact_share_use_one_key_row_for_each_run(share: float
 
 
 def best_of(mask: TileMask, share: float) -> torch.Tensor:
-    """Mark the exact tiles of each list: its last, and ceil(share * others) of the others by score."""
+    """Mark each list's exact tiles: the last, and the best ceil(share * n) of the n others."""
     assert mask.score_BHNM is not None
     best = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
     for row in torch.cartesian_prod(*(torch.arange(size) for size in mask.count_BHN.shape)).tolist():
@@ -169,7 +169,7 @@ def best_of(mask: TileMask, share: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dtype) -> None:
+def test_attention_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dtype) -> None:
     x = with_runs(random_input(**shape, dtype=dtype, device=DEVICE))
     y = on_cpu(x)
     with poisoned_empty():
@@ -194,7 +194,7 @@ def test_the_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("means", [True, False])
-def test_the_packed_kernel_equals_the_cpu_form(dtype: torch.dtype, means: bool) -> None:
+def test_packed_attention_kernel_equals_the_cpu_form(dtype: torch.dtype, means: bool) -> None:
     x = with_runs(random_input(900, rows=260, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE))
     state = PackedRuns.empty(spec_of(x), CHUNK)
     state.extend(x.k_BGSD, CHUNK, 0.8)
@@ -206,8 +206,8 @@ def test_the_packed_kernel_equals_the_cpu_form(dtype: torch.dtype, means: bool) 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("critical", [0, 100, 512])
-def test_exact_keys_begin_with_each_block(critical: int, head_dim: int) -> None:
-    """Exact keys begin where the CPU form has them, in whatever chunk a block comes."""
+def test_packed_kernel_begins_exact_keys_where_the_cpu_form_does(critical: int, head_dim: int) -> None:
+    """A block has the same exact keys in any chunk."""
     for tokens, starts in ((1700, (0, 384, 1152)), (1000, (0, 128))) if GPU else ((1700, (1152,)),):
         x = with_runs(
             random_input(tokens, q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
@@ -222,8 +222,8 @@ def test_exact_keys_begin_with_each_block(critical: int, head_dim: int) -> None:
             assert_rows_close(found.cpu(), expected[:, :, start:])
 
 
-def test_strided_heads_are_read_in_place() -> None:
-    """Tokens-major storage (batch, tokens, heads, D), as the model makes it, and an odd row stride."""
+def test_kernels_take_queries_and_keys_stored_token_by_token() -> None:
+    """Models store (batch, tokens, heads, D). The test also uses an odd row stride."""
     x = random_input(300, q_heads=4, kv_heads=2, device=DEVICE, dtype=torch.float16)
     expected = dense.cpu_attend(on_cpu(x))
     for pad in (0, 1):
@@ -238,7 +238,7 @@ def test_strided_heads_are_read_in_place() -> None:
 
 
 def uneven_mask(x: AttentionInput) -> TileMask:
-    """Heads of very different density."""
+    """Make a random mask whose heads have densities from 0.01 to 1."""
     heads = x.q_BHTD.shape[1]
     share = torch.logspace(-2, 0, heads, device=x.q_BHTD.device)[:, None, None]
     generator = torch.Generator(x.q_BHTD.device).manual_seed(5)
@@ -246,7 +246,7 @@ def uneven_mask(x: AttentionInput) -> TileMask:
     return mask_of(x, keep < share)
 
 
-def test_tile_lists_are_ordered_by_length_and_each_appears_once() -> None:
+def test_by_length_orders_all_tile_lists_from_long_to_short() -> None:
     x = random_input(1500, q_heads=4, kv_heads=2, batch=2, device=DEVICE)
     count = uneven_mask(x).count_BHN.cpu().reshape(-1)
     entries = by_length(uneven_mask(x)).cpu()
@@ -275,7 +275,7 @@ def test_order_of_work_items_does_not_change_the_output(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_exact_tile_table_of_the_kernel_equals_the_cpu_form(share: float) -> None:
+def test_kernel_marks_the_same_exact_tiles_as_the_cpu_form(share: float) -> None:
     x = random_input(900, q_heads=2, kv_heads=1, head_dim=16, device=DEVICE)
     mask = random_mask(x, 0.7)
     assert mask.score_BHNM is not None
@@ -289,8 +289,8 @@ def test_exact_tile_table_of_the_kernel_equals_the_cpu_form(share: float) -> Non
 
 
 @pytest.mark.parametrize("share", ["0.07", "0.15", "0.28", "0.3", "0.6"])
-def test_exact_share_rounds_up_to_the_next_tile_and_no_further(share: str) -> None:
-    """By both forms; in float32 0.6 of 25 tiles are more than 15, in float64 0.28 of 25 more than 7."""
+def test_exact_share_is_rounded_up_to_whole_tiles(share: str) -> None:
+    """In float32, 0.6 of 25 tiles is more than 15. In float64, 0.28 of 25 is more than 7."""
     counts = torch.arange(1, 65, dtype=torch.int32)
     score = torch.rand(1, 1, 64, 64)
     mask = TileMask(torch.arange(64, dtype=torch.int16).expand(1, 1, 64, 64), counts[None, None], score)
@@ -304,7 +304,7 @@ def test_exact_share_rounds_up_to_the_next_tile_and_no_further(share: str) -> No
         assert (table[0, 0] & listed).sum(1).tolist() == expected
 
 
-def test_computed_tiles_count_the_work() -> None:
+def test_computed_tiles_count_exact_and_packed_keys() -> None:
     x = with_runs(random_input(1200, q_heads=4, kv_heads=2))
     mask = random_mask(x, 0.4)
     listed = float(mask.count_BHN.sum())
@@ -371,7 +371,7 @@ def test_refuses_unaligned_chunks_and_states_of_other_inputs() -> None:
         packed.attend(y, None, packed.new_state(replace(spec_of(y), kv_heads=2)), no_phase)
 
 
-def test_kernels_refuse_what_they_cannot_compute() -> None:
+def test_attention_kernels_refuse_unsupported_inputs() -> None:
     odd = random_input(130, head_dim=48, device=DEVICE)
     with pytest.raises(KernelInputError, match="head dimension 48"):
         dense.kernel_attend(odd)

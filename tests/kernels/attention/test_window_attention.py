@@ -1,4 +1,4 @@
-"""Attention to the last keys alone: the CPU form against the oracle, the kernel against either."""
+"""Tests sliding-window attention: the CPU form against the oracle, the kernel against the CPU form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = {"q_heads": 2, "kv_heads": 1, "head_dim": 16}
 
 
 def oracle(x: AttentionInput, window: int) -> torch.Tensor:
-    """Row by row over the keys that it sees."""
+    """Compute sliding-window attention row by row."""
     rows = []
     for row in range(x.q_BHTD.shape[2]):
         end = x.q_start + row + 1
@@ -35,7 +35,7 @@ def oracle(x: AttentionInput, window: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_cpu_form_equals_the_oracle_in_every_chunk(window: int) -> None:
+def test_window_attention_on_the_cpu_equals_the_oracle(window: int) -> None:
     whole = random_input(400, **SMALL)
     expected = oracle(whole, window)
     for start, end in ((0, 400), (0, 37), (37, 165), (128, 400), (399, 400)):
@@ -55,8 +55,8 @@ def test_window_kernel_equals_the_cpu_form(window: int, dtype: torch.dtype, star
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_kernels_equal_the_cpu_forms_for_heads_of_256_channels(dtype: torch.dtype) -> None:
-    """Their tiles have half as many keys."""
+def test_attention_kernels_support_heads_of_256_channels(dtype: torch.dtype) -> None:
+    """Their tiles have 64 keys in place of 128."""
     x = random_input(300, q_heads=2, kv_heads=1, head_dim=256, dtype=dtype, device=DEVICE)
     mask, y = random_mask(x, 0.5), on_cpu(x)
     with poisoned_empty():
@@ -68,7 +68,7 @@ def test_kernels_equal_the_cpu_forms_for_heads_of_256_channels(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_causal_tiles_of_a_window_equal_a_count_one_by_one(window: int) -> None:
+def test_counts_causal_tiles_inside_a_window(window: int) -> None:
     whole = random_input(700, **SMALL)
     for start, end in ((0, 700), (128, 300), (384, 700)):
         x, tiles = chunk_of(whole, start, end), 0
@@ -78,7 +78,7 @@ def test_causal_tiles_of_a_window_equal_a_count_one_by_one(window: int) -> None:
         assert causal_tiles(x, window) == 2 * tiles
 
 
-def test_sparse_method_applies_only_to_layers_without_a_window() -> None:
+def test_layers_with_a_window_ignore_the_sparse_method() -> None:
     spec = method_spec("streaming", {"sink": 1, "window": 1, "min_tokens": 0})
     method = build(spec, windows={1: 40, 2: 200})
     x = random_input(500, **SMALL)

@@ -1,5 +1,4 @@
-"""Compile cases of mixtures of experts, in Qwen3-30B-A3B's widths, and GLM-4.5's
-choice of experts."""
+"""Compile cases of mixtures of experts: GEMMs in Qwen3-30B-A3B's widths, and routing of Qwen3 and GLM-4.5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile cases of the steps between products, and of the Hopper product."""
+"""Compile cases of the kernels between GEMMs, and of the Hopper GEMM."""
 
 from __future__ import annotations
 

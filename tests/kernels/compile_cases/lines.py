@@ -1,4 +1,4 @@
-"""Compile cases of the baselines that need whole prompts."""
+"""Compile cases of the whole-prompt baselines."""
 
 from __future__ import annotations
 

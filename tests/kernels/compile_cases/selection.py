@@ -1,4 +1,4 @@
-"""Compile cases of scores by groups of rows, of rules and of the scan for anchors."""
+"""Compile cases of XAttention's scores, of selection rules and of the anchor scan."""
 
 from __future__ import annotations
 

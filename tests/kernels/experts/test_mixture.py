@@ -1,4 +1,4 @@
-"""Mixtures of experts: the CPU's and the kernels' against the oracle, row by row on outputs that were NaN."""
+"""Tests mixtures of experts: the CPU form and the kernels against the oracle, row by row."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def logits(kind: str, experts: int, per_token: int) -> torch.Tensor:
-    """Draw logits for different sorts of routing. No two of a token's are equal."""
+    """Draw router logits of different kinds. A token's logits all differ."""
     logits_TE = draw(TOKENS, experts)
     if kind == "all to the last ones":
         logits_TE[:, -per_token:] += 20
-    elif kind == "ragged":  # expert 0 has every token, expert 1 none
+    elif kind == "ragged":  # every token chooses expert 0, no token expert 1
         logits_TE[:, 0] += 20
         logits_TE[:, 1] -= 20
     return logits_TE
@@ -57,7 +57,7 @@ ROUTINGS = ["even", "ragged", "all to the last ones"]
 
 
 def assert_routed(logits_TE: torch.Tensor, router: Router) -> None:
-    """The CPU's routes and the kernel's are the oracle's."""
+    """Assert that CPU form and kernel route tokens like the oracle."""
     expert_TK, share_TK = cpu_route(logits_TE, router)
     with poisoned_empty():
         routes = kernel_route(logits_TE, router)
@@ -91,7 +91,7 @@ def test_tokens_go_to_their_most_probable_experts(
 def test_bias_changes_which_experts_are_chosen_but_not_their_weights(
     experts: int, per_token: int, groups: int, chosen_groups: int, normed: bool
 ) -> None:
-    """A group of experts counts by its two best."""
+    """Groups of experts are ranked by the sum of their two best experts."""
     router = Router(
         per_token=per_token,
         normed=normed,
@@ -120,10 +120,10 @@ def test_ties_between_experts_go_to_the_lowest_index(biased: bool, groups: int, 
     [(6, 2, 64, 32, SMALL), (5, 3, 72, 40, SMALL), (8, 2, 128, 64, None), (3, 2, 64, 128, TILES[1])],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mixture_equals_the_definition(
+def test_mixture_equals_the_oracle(
     dtype: torch.dtype, experts: int, per_token: int, hidden: int, columns: int, tile: Tile | None, kind: str
 ) -> None:
-    """With widths that tiles do not divide, too."""
+    """Some widths are no multiple of the tiles."""
     x_TC, logits_TE = draw(TOKENS, hidden, dtype=dtype), logits(kind, experts, per_token)
     router = Router(per_token=per_token, normed=True)
     given = (x_TC, logits_TE, *weights(experts, hidden, columns, dtype), router)
@@ -138,8 +138,8 @@ def test_mixture_equals_the_definition(
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 200, 1000, 4096])
-def test_qwen3_mixture_equals_expert_by_expert_gemms_on_a_gpu(tokens: int, quantise: bool) -> None:
-    """Against torch's products expert by expert, in float32; the same in a CUDA graph."""
+def test_qwen3_mixture_equals_float32_gemms_expert_by_expert(tokens: int, quantise: bool) -> None:
+    """The kernels give the same result in a CUDA graph."""
     x_TC, logits_TE = draw(tokens, 2048, dtype=torch.bfloat16), draw(tokens, 128)
     given: list[Any] = list(weights(128, 2048, 768, torch.bfloat16))
     if quantise:
@@ -162,7 +162,7 @@ def test_qwen3_mixture_equals_expert_by_expert_gemms_on_a_gpu(tokens: int, quant
 
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_fp8_experts_stay_within_quantisation_error(kind: str) -> None:
-    """Weights and what they multiply are rows of e4m3; sums are near those of the numbers they stand for."""
+    """Weights and inputs are quantised to e4m3. Outputs stay close to those of the unquantised mixture."""
     x_TC, logits_TE = draw(TOKENS, 64, dtype=torch.float16), logits(kind, 6, 2)
     gate_up, down = (quantise_rows(weight) for weight in weights(6, 64, 32, torch.float16))
     wide = [weight.dequantised(torch.float32) for weight in (gate_up, down)]
@@ -183,12 +183,12 @@ def test_nan_in_one_row_leaves_other_rows_unchanged(groups: int) -> None:
     found_TC = kernel_mixture(x_TC, logits_TE, *given, router, SMALL)
     others = [row for row in range(TOKENS) if row != 3]
     assert found_TC[3].isnan().all()
-    # numpy's products, which the interpreter uses, depend on a row's place on some CPUs.
+    # The interpreter uses numpy's GEMM, which on some CPUs depends on a row's position.
     tolerance = 0.0 if GPU else 1e-6
     torch.testing.assert_close(found_TC[others], clean_TC[others], rtol=tolerance, atol=tolerance)
 
 
-def test_names_experts_shapes_and_dtypes_that_do_not_match() -> None:
+def test_mixture_refuses_shapes_and_dtypes_that_do_not_match() -> None:
     x_TC, logits_TE = draw(4, 64), draw(4, 6)
     gate_up_JC, down_CI = weights(6, 64, 32, torch.float32)
     assert mixture(x_TC, logits_TE, gate_up_JC, down_CI, TWO).shape == (4, 64)
@@ -211,7 +211,7 @@ def test_names_experts_shapes_and_dtypes_that_do_not_match() -> None:
 @pytest.mark.parametrize(
     ("tokens", "rows"), [(1, 16), (16, 16), (256, 16), (512, 64), (1024, 64), (4096, 128), (16_384, 128)]
 )
-def test_tiles_follow_the_rows_of_an_expert(tokens: int, rows: int) -> None:
+def test_chooses_larger_tiles_for_more_rows_per_expert(tokens: int, rows: int) -> None:
     assert tile_for(tokens * 8, 128, torch.bfloat16).rows == rows
 
 

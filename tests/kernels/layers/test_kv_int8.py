@@ -1,4 +1,4 @@
-"""K/V in 8 bits: quantising, rotation with a quantised write, and gathering, against loops."""
+"""Tests the int8 KV cache against oracles: quantisation, RoPE with a quantised write, and gather."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float32, torch.float16]
 POISON = 77
-"""No scale that the tests write."""
+"""A scale byte that no test writes, to detect rows that were not to be written."""
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -31,7 +31,7 @@ def both(x: torch.Tensor, y: torch.Tensor) -> Scales:
 
 
 @given(st.lists(st.floats(-2e5, 2e5, width=32), min_size=1, max_size=24))
-def test_quantised_rows_equal_the_definition(row: list[float]) -> None:
+def test_quantised_kv_rows_equal_the_oracle(row: list[float]) -> None:
     numbers, scale = kv_int8.quantise(torch.tensor(row))
     wanted, byte = reference.quantised(torch.tensor([row]))
     assert int(scale) == int(byte[0])
@@ -48,8 +48,8 @@ def test_quantised_rows_equal_the_definition(row: list[float]) -> None:
 @pytest.mark.parametrize(
     "largest", [2.0**-126, 1e-30, 2.0**-13, 1.0, 447.0, 65504.0, 121_920.0, 122_000.0, 3e38]
 )
-def test_row_error_is_bounded_by_its_largest_value_or_the_row_is_nan(largest: float) -> None:
-    """An error is at most half a step: 1/127 of the largest and an eighth more, or 2^-20."""
+def test_quantisation_error_is_small_relative_to_the_rows_maximum(largest: float) -> None:
+    """An error is at most half a step. A step is at most 9/8 of the row's maximum / 127, or 2^-20."""
     x = torch.tensor([largest, -largest / 3, 0.0, largest / 1000])
     back = kv_int8.dequantise(*kv_int8.quantise(x), torch.float32)
     if largest > 121_920:
@@ -86,12 +86,11 @@ def angles(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
     ("q_heads", "kv_heads", "dim"), [(2, 2, 64), (9, 3, 64), (4, 1, 128), (16, 2, 64), (3, 1, 24)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_with_an_int8_write_equals_quantising_the_plain_write(
+def test_rope_writes_the_same_int8_pages_as_quantising_16_bit_pages(
     dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, norms: bool
 ) -> None:
-    """Equal to quantising what the write in the model's dtype leaves; other rows stay as they were. A GPU's
-    compiler may fuse other products in the other form, so there the last bit may differ. Of bfloat16 that is
-    up to half a step of a large channel."""
+    """Other rows of the pages stay as they were. On a GPU the last bit may differ, because the compiler fuses
+    multiplications differently. In bfloat16 that is up to half a step of a large channel."""
     bits = int(torch.cuda.is_available())
     tokens = 5
     cos_T1F, sin_T1F = angles(tokens, dim // 2)
@@ -145,7 +144,7 @@ def test_write_kernel_stores_a_row_with_infinity_as_nan(bad: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kv_heads", "dim", "tokens"), [(1, 64, 1), (3, 64, 33), (2, 24, 16), (8, 128, 5)])
-def test_gather_dequantises_the_rows_it_is_given(
+def test_gather_dequantises_the_requested_rows(
     dtype: torch.dtype, kv_heads: int, dim: int, tokens: int
 ) -> None:
     rows = 50
@@ -173,7 +172,7 @@ def test_dequantised_rows_are_close_to_the_original_rows() -> None:
     assert_rows_close(back, x, dtype=torch.bfloat16, factor=3)
 
 
-def test_names_the_int8_tensor_whose_dtype_or_shape_is_wrong() -> None:
+def test_refuses_int8_tensors_with_wrong_dtypes_or_shapes() -> None:
     rows, scales = torch.zeros(9, 1, 8, dtype=torch.uint8), torch.zeros(9, 1, dtype=torch.uint8)
     rows_T = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(KernelInputError, match=r"k: an 8-bit KV cache is uint8 .* not torch.float32"):

@@ -1,5 +1,5 @@
-"""Fused norms, rotation with K/V write, activation and 8-bit rows: CPU forms against the oracles, kernels
-against the CPU forms, row by row on outputs that were NaN."""
+"""Tests fused norms, RoPE with KV cache write, activations and FP8 rows: CPU forms and kernels against
+oracles, row by row, with outputs that were NaN before."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
 """Triton's interpreter computes bfloat16 wrongly."""
 SIZES = [(5, 576), (1, 4096)]
-"""(tokens, width)."""
+"""Pairs of (tokens, width)."""
 
 
 @pytest.fixture(autouse=True)
 def _rounds_to_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.7's interpreter forgets to carry where a mantissa rounds up to the next power of two, so here
-    torch rounds in its place. On a GPU there is an instruction for it."""
+    """Let torch round to e4m3 in Triton 3.7's interpreter, which loses the carry when a mantissa rounds up to
+    the next power of two. A GPU rounds correctly."""
     if GPU:
         return
     from triton.runtime import interpreter
@@ -52,12 +52,12 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def plain(rows: norm.LinearInput) -> torch.Tensor:
-    """float32 where they were quantised."""
+    """Dequantise FP8 rows to float32; return other rows unchanged."""
     return rows.dequantised(torch.float32) if isinstance(rows, fp8.Fp8Rows) else rows
 
 
 def assert_same(found: norm.LinearInput, wanted: norm.LinearInput, dtype: torch.dtype) -> None:
-    """Quantised rows may round a few numbers the other way, by an eighth at most."""
+    """Assert that rows are equal. In quantised rows a few numbers may round the other way, by at most 1/8."""
     assert isinstance(found, fp8.Fp8Rows) == isinstance(wanted, fp8.Fp8Rows)
     if isinstance(found, fp8.Fp8Rows) and isinstance(wanted, fp8.Fp8Rows):
         assert_rows_close(found.scale_T1, wanted.scale_T1, dtype=dtype)
@@ -70,7 +70,7 @@ def assert_same(found: norm.LinearInput, wanted: norm.LinearInput, dtype: torch.
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_norm_equals_the_definition(
+def test_add_norm_equals_the_oracle(
     dtype: torch.dtype, tokens: int, width: int, adds: bool, quantise: bool
 ) -> None:
     hidden_TC, update_TC = 3 * draw(tokens, width, dtype=dtype), draw(tokens, width, dtype=dtype)
@@ -90,7 +90,7 @@ def test_add_norm_equals_the_definition(
 
 
 def test_norm_weights_may_have_a_wider_dtype_than_the_rows() -> None:
-    """Families that add 1 to the weights would lose it to rounding in 16 bits."""
+    """Some model families add 1 to the weights; in 16 bits rounding would lose small weights."""
     hidden_TC, weight_C = draw(5, 64, dtype=torch.float16), 1 + 0.01 * draw(64)
     _, normed_TC = norm.cpu_add_norm(hidden_TC, None, weight_C, 1e-5, False)
     wanted_TC = reference.rms_normed(hidden_TC.cpu(), weight_C.cpu(), 1e-5)
@@ -114,7 +114,7 @@ def test_norm_weights_may_have_a_wider_dtype_than_the_rows() -> None:
 @pytest.mark.parametrize(("tokens", "width"), [(4, 1536), (1, 3000)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gelu", [False, True])
-def test_swiglu_and_geglu_equal_the_definition(
+def test_swiglu_and_geglu_equal_the_oracle(
     dtype: torch.dtype, tokens: int, width: int, quantise: bool, gelu: bool
 ) -> None:
     gate_up_TJ = 2 * draw(tokens, 2 * width, dtype=dtype)
@@ -130,9 +130,7 @@ def test_swiglu_and_geglu_equal_the_definition(
 @pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), [(4, 1536), (1, 3000)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_squared_relu_equals_the_definition(
-    dtype: torch.dtype, tokens: int, width: int, quantise: bool
-) -> None:
+def test_squared_relu_equals_the_oracle(dtype: torch.dtype, tokens: int, width: int, quantise: bool) -> None:
     x_TI = 2 * draw(tokens, width, dtype=dtype)
     x_TI[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
     active = swiglu.cpu_squared_relu(x_TI, quantise)
@@ -144,7 +142,7 @@ def test_squared_relu_equals_the_definition(
 
 
 def angles(positions: list[int], half: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """cos_T1F and sin_T1F, and the frequencies."""
+    """Return cos_T1F, sin_T1F and the frequencies."""
     frequency_F = 10_000.0 ** -(torch.arange(half) / half)
     angle_T1F = torch.tensor(positions).float()[:, None, None] * frequency_F
     return (1.1 * angle_T1F.cos()).to(DEVICE), (1.1 * angle_T1F.sin()).to(DEVICE), frequency_F
@@ -153,7 +151,7 @@ def angles(positions: list[int], half: int) -> tuple[torch.Tensor, torch.Tensor,
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(9, 3, 64), (8, 1, 128), (3, 1, 24)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotate_and_store_equals_the_definition(
+def test_rotate_and_store_equals_the_oracle(
     dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, norms: bool
 ) -> None:
     positions = [0, 1, 17, 300, 301]
@@ -190,24 +188,24 @@ def test_rotate_and_store_equals_the_definition(
 
 
 @given(st.lists(st.floats(-500, 500, width=32), min_size=1, max_size=40))
-def test_every_value_rounds_to_the_nearest_e4m3(row: list[float]) -> None:
+def test_quantisation_rounds_to_the_nearest_e4m3_number(row: list[float]) -> None:
     found = fp8.cpu_quantise_rows(torch.tensor([row]))
     values_TI, scale_T1 = reference.quantised(torch.tensor([row]))
     assert float(found.scale_T1) == pytest.approx(float(scale_T1), rel=1e-6)
     for one, wanted, x in zip(found.values_TI.float()[0].tolist(), values_TI[0].tolist(), row, strict=True):
         assert abs(one) in reference.e4m3_numbers()
-        scaled = x / float(scale_T1)  # halfway between two, float32 may choose the other
+        scaled = x / float(scale_T1)  # halfway between two numbers, float32 may choose the other one
         assert one == wanted or abs(abs(one - scaled) - abs(wanted - scaled)) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_fp8_rows_equal_the_definition(dtype: torch.dtype, tokens: int, width: int) -> None:
+def test_fp8_rows_equal_the_oracle(dtype: torch.dtype, tokens: int, width: int) -> None:
     x_TI = draw(tokens, width, dtype=dtype) * torch.logspace(-3, 3, tokens, device=DEVICE)[:, None].to(dtype)
     wanted = fp8.cpu_quantise_rows(x_TI.float())
     with poisoned_empty():
         assert_same(kernel_quantise_rows(x_TI), wanted, dtype)
-    assert float(row_errors(plain(wanted), x_TI.float()).max()) < 0.04  # 2^-4 of each number at most
+    assert float(row_errors(plain(wanted), x_TI.float()).max()) < 0.04  # each number is off by at most 2^-4
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -235,7 +233,7 @@ def test_fp8_gemm_equals_the_dequantised_gemm(tokens: int, biased: bool) -> None
 @pytest.mark.skipif(not GPU, reason="on a CPU the product is the oracle's")
 @pytest.mark.parametrize("width", [4096, 14_336])
 def test_fp8_gemm_error_stays_below_one_percent_at_8b_widths(width: int) -> None:
-    """Fast accumulation is off by 0.34% of a row at 14,336 products a sum, bfloat16 by 0.17
+    """At an input width of 14,336, fast accumulation is off by 0.34% of a row, rounding to bfloat16 by 0.17%
     (docs/log/2026-11-22.md at 4fe709c6)."""
     x_TI, weight_OI = draw(64, width), draw(256, width)
     found_TO = fp8.product(fp8.quantise_rows(x_TI), fp8.quantise_rows(weight_OI), None, torch.bfloat16)
@@ -243,7 +241,7 @@ def test_fp8_gemm_error_stays_below_one_percent_at_8b_widths(width: int) -> None
     assert float(row_errors(found_TO.cpu(), wanted_TO).max()) < 0.01
 
 
-def test_names_the_shape_layout_or_device_that_a_layer_kernel_refuses() -> None:
+def test_layer_kernels_refuse_wrong_shapes_layouts_and_devices() -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(KernelInputError, match=r"add_norm: update is \(2, 4\)"):
         norm.add_norm(x, x[:, :4], x[0], 1e-5, False)

@@ -1,5 +1,5 @@
-"""Products with weights, plain and gated: the CPU's and the Hopper kernel's against float64, row by row on
-outputs that were NaN; and which of them takes which."""
+"""Tests GEMMs of linear layers, plain and gated, on the CPU and by the Hopper kernel, against float64, and
+the choice between the Hopper kernel and torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gated(product_TJ: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_linear_and_swiglu_linear_equal_the_definition(dtype: torch.dtype) -> None:
+def test_linear_and_swiglu_linear_equal_float64_gemms(dtype: torch.dtype) -> None:
     x_TI, weight_JI = draw(5, 48, dtype=dtype), weights(24, 48, dtype)
     bias_J = draw(24, dtype=dtype)
     wanted_TJ = x_TI.double() @ weight_JI.double().T
@@ -47,7 +47,7 @@ def test_linear_and_swiglu_linear_equal_the_definition(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("function", [linear, swiglu_linear])
-def test_names_gemm_widths_and_dtypes_that_do_not_match(function: Any) -> None:
+def test_gemm_refuses_widths_and_dtypes_that_do_not_match(function: Any) -> None:
     weight_OI = weights(4, 6)
     with pytest.raises(KernelInputError, match="their widths differ"):
         function(draw(3, 5), weight_OI)
@@ -65,8 +65,7 @@ def test_compiles_no_gemm_kernels_without_a_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (192, 256), (193, 256), (16_384, 4096), (5000, 28_672)])
-def test_filled_share_equals_handing_out_tiles_one_by_one(rows: int, width: int) -> None:
-    """Against handing tiles out one by one."""
+def test_filled_share_equals_a_count_of_tiles_one_by_one(rows: int, width: int) -> None:
     tiles = [
         min(192, rows - row) * min(256, width - column)
         for row in range(0, rows, 192)
@@ -112,14 +111,14 @@ def test_hopper_gemm_leaves_layouts_that_tma_cannot_address_to_torch() -> None:
 
 
 CASES = [(1, 256, 64), (63, 512, 72), (192, 256, 4096), (193, 768, 8), (1000, 512, 576), (2500, 6144, 136)]
-"""Rows, output channels, input width: ragged tiles and steps, more rows than a band, more tiles than
-multiprocessors."""
+"""(rows, output channels, input width), with partial tiles and steps, more rows than a band, and more tiles
+than multiprocessors."""
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "out", "width"), CASES)
-def test_hopper_gemm_equals_the_definition(rows: int, out: int, width: int, dtype: torch.dtype) -> None:
+def test_hopper_gemm_equals_a_float64_gemm(rows: int, out: int, width: int, dtype: torch.dtype) -> None:
     x_TI, weight_OI = draw(rows, width, dtype=dtype), weights(out, width, dtype)
     wanted_TO = x_TI.double() @ weight_OI.double().T
     with poisoned_empty():
@@ -130,8 +129,8 @@ def test_hopper_gemm_equals_the_definition(rows: int, out: int, width: int, dtyp
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-def test_gated_gemm_keeps_nan_in_its_row_and_survives_large_gates() -> None:
-    """exp of a gate of -1,000 overflows: what it gates is 0. A number that is none stays in its row."""
+def test_gated_gemm_keeps_nan_in_its_row_and_takes_large_gates() -> None:
+    """exp(1000) overflows for a gate of -1,000; the output must be 0. NaN must stay in its row."""
     x_TI = torch.zeros(300, 64, device=DEVICE, dtype=torch.bfloat16)
     weight_JI = torch.zeros(512, 64, device=DEVICE, dtype=torch.bfloat16)
     x_TI[:, 0], weight_JI[:256, 0], weight_JI[256:, 0] = 1.0, torch.linspace(-1000, 1000, 256), 2.0
@@ -145,8 +144,8 @@ def test_gated_gemm_keeps_nan_in_its_row_and_survives_large_gates() -> None:
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("function", [linear, swiglu_linear])
-def test_hopper_gemm_is_right_and_repeatable_at_8b_sizes(function: Any) -> None:
-    """By the way that a stage takes it; the same bits every time."""
+def test_hopper_gemm_is_correct_and_deterministic_at_8b_sizes(function: Any) -> None:
+    """50 more runs give the same bits."""
     x_TI, weight_OI = draw(8192, 4096, dtype=torch.bfloat16), weights(28_672, 4096, torch.bfloat16)
     assert hopper.takes(x_TI, weight_OI, gated=function is swiglu_linear)
     with poisoned_empty():

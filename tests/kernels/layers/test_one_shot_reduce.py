@@ -1,4 +1,4 @@
-"""Sums and maxima over GPUs: the same bits on each, of any size, also in a CUDA graph."""
+"""Tests the one-shot all-reduce: every GPU gets the same bits, for any size, also in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def rank_of(rank: int, ranks: int) -> tuple[OneShotReduce, list[tuple[torch.Tens
 
 
 @pytest.mark.parametrize("before", [0, 1, 6, 2**31 - 1, -3], ids=lambda calls: f"after {calls} calls")
-def test_a_rank_whose_peer_is_a_call_ahead_does_not_wait(before: int) -> None:
-    """Its flag is the next call's by then; its numbers are where they were. The count may overflow."""
+def test_all_reduce_does_not_wait_for_a_peer_one_call_ahead(before: int) -> None:
+    """The peer's flag then has the next call's number, which may overflow int32."""
     reduce, memory = rank_of(0, 2)
     places, flags = memory[0]
     x = torch.arange(5, dtype=torch.float32, device=places.device)
@@ -158,8 +158,8 @@ def test_a_rank_whose_peer_is_a_call_ahead_does_not_wait(before: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_consecutive_calls_write_to_disjoint_memory_in_any_dtype(ranks: int) -> None:
-    """A slow rank may still be reading this call's numbers while the next call writes."""
+def test_consecutive_calls_write_to_different_memory(ranks: int) -> None:
+    """A slow rank may still read one call's numbers while another rank writes those of the next call."""
     written = {}
     for rank in range(ranks):
         for dtype in (torch.float32, torch.float16):
@@ -196,7 +196,7 @@ def test_reduce_over_one_rank_returns_the_input() -> None:
 def test_fused_all_reduce_and_norm_equal_two_steps(
     rows: int, width: int, dtype: torch.dtype, fp8: bool
 ) -> None:
-    """Rank 0 of two, whose peer has sent its part."""
+    """The test runs rank 0 of two, after the peer has sent its part."""
     device = torch.device("cuda" if GPUS else "cpu")
     memory = [own_memory(2, device) for _ in range(2)]
     both = OneShotAddNorm(0, memory)

@@ -1,4 +1,4 @@
-"""Chosen tokens on their way to the host: the kernel against torch, on room that was NaN."""
+"""Tests the kernel that writes sampled tokens to host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVICE = "cuda" if GPU else "cpu"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 128, 129])
-def test_ids_and_log_probabilities_arrive_exactly(rows: int) -> None:
+def test_writes_ids_and_log_probabilities_to_the_host_exactly(rows: int) -> None:
     draws = torch.Generator().manual_seed(rows)
     ids_R = torch.randint(0, 1 << 40, (rows,), generator=draws)
     logprob_R = -torch.rand(rows, generator=draws) * 30

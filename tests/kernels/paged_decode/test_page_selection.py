@@ -1,4 +1,4 @@
-"""Page selection: the CPU form against a plain sort, the kernel equal to both, ties included."""
+"""Tests page selection: the CPU form against a plain sort, the kernel against the CPU form, with ties."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltafront.tests.reference.paged_decode import selected_pages
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 BUDGETS = [(1, 0), (1, 1), (4, 0), (8, 3), (16, 16), (64, 8), (500, 8)]
-"""(budget, recency)."""
+"""Pairs of (budget, recency), in pages."""
 
 
 def lengths_of(pages: list[int], partial: int = 5) -> torch.Tensor:
@@ -28,7 +28,7 @@ def scores(kind: str, requests: int, columns: int, seed: int = 0) -> torch.Tenso
         "ties": lambda: (2 * x_RP).round().clamp(0, 3) / 4,
         "equal": lambda: torch.full_like(x_RP, 0.25),
         "zero": lambda: torch.where(x_RP > 0, 0.0, -0.0),
-        "tiny": lambda: x_RP.abs() * 1e-44,  # denormal numbers rank too
+        "tiny": lambda: x_RP.abs() * 1e-44,  # denormal numbers
         "signed": lambda: x_RP,
         "infinite": lambda: torch.where(x_RP > 1, float("inf"), torch.where(x_RP < -1, float("-inf"), x_RP)),
     }
@@ -58,7 +58,7 @@ def test_selection_keeps_recent_pages_and_the_best_scored(kind: str, budget: int
 
 
 @pytest.mark.parametrize("partial", [1, 15, 16])
-def test_partly_filled_page_counts_as_a_recent_page(partial: int) -> None:
+def test_a_partly_filled_page_counts_as_a_recent_page(partial: int) -> None:
     score_RP = scores("softmax", 1, 40)
     lengths_R = lengths_of([33], partial)
     for select in (cpu.select_pages, page_selection.kernel_select_pages):
@@ -122,7 +122,9 @@ def test_kernel_selects_the_same_pages_from_long_tables(kind: str, columns: int)
         ({"page_tokens": 32}, "page_tokens 32"),
     ],
 )
-def test_refuses_bad_scores_lengths_and_budgets_by_name(change: dict[str, object], message: str) -> None:
+def test_page_selection_refuses_bad_scores_lengths_and_budgets(
+    change: dict[str, object], message: str
+) -> None:
     good = {
         "page_score_RP": torch.zeros(2, 5),
         "lengths_R": torch.tensor([70, 33], dtype=torch.int32),

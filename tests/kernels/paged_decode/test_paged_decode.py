@@ -1,4 +1,4 @@
-"""Paged decode attention and page scores: CPU forms against the oracle, kernels against CPU forms."""
+"""Tests paged decode attention and page scores: CPU forms against oracles, kernels against CPU forms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float32, torch.float16]
 SHAPES = [(2, 2, 64), (9, 3, 64), (4, 1, 128), (16, 2, 64), (4, 2, 256)]
-"""(query heads, key heads, D): groups of 1, 3, 4, 8 and 2."""
+"""(query heads, key heads, D), with 1, 3, 4, 8 and 2 query heads per key head."""
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 
 
@@ -35,7 +35,8 @@ class Shape:
 
 
 def make(lengths: list[int], shape: Shape | None = None, sharpness: float = 1.0) -> PagedInput:
-    """Shuffled pages. NaN in the slots no request owns; an id no pool has in the columns past the end."""
+    """Make requests with shuffled pages. Unused slots have NaN, unused columns of the table an invalid page
+    id."""
     s = shape or Shape()
     generator = torch.Generator().manual_seed(s.seed)
     pages = [-(-tokens // PAGE_TOKENS) for tokens in lengths]
@@ -60,7 +61,7 @@ def integers(values: list[int]) -> torch.Tensor:
 
 
 def fp32(x: PagedInput) -> PagedInput:
-    """The same values, for a CPU form that computes what the kernel should have."""
+    """Convert x to fp32, from which the CPU form computes the expected output."""
     return replace(x, q_RHD=x.q_RHD.float(), k_PSGD=x.k_PSGD.float(), v_PSGD=x.v_PSGD.float())
 
 
@@ -74,7 +75,7 @@ def choose(x: PagedInput, columns: list[list[int]]) -> SelectedPages:
     )
 
 
-def test_the_cpu_form_is_attention_token_by_token() -> None:
+def test_paged_attention_on_the_cpu_equals_the_oracle() -> None:
     x = make([1, 16, 37])
     out_RHD, lse_RH, score_RP = cpu.paged_attention_scored(x)
     plain_RHD, plain_RH = cpu.paged_attention(x)
@@ -89,7 +90,7 @@ def test_the_cpu_form_is_attention_token_by_token() -> None:
         torch.testing.assert_close(score_RP[request].cpu().double(), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_sparse_cpu_form_attends_to_the_selected_pages_only() -> None:
+def test_sparse_decode_on_the_cpu_attends_only_to_selected_pages() -> None:
     x = make([37, 80])
     columns = [[0, 2], [1, 3, 4]]
     out_RHD, lse_RH = cpu.paged_attention_sparse(choose(x, columns))
@@ -101,7 +102,7 @@ def test_sparse_cpu_form_attends_to_the_selected_pages_only() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), SHAPES)
-def test_the_kernel_equals_the_cpu_form(
+def test_paged_attention_kernel_equals_the_cpu_form(
     q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     lengths = [8192, 4097, 4080, 1] if GPU else [1, 100, 144]
@@ -121,7 +122,7 @@ def test_the_kernel_equals_the_cpu_form(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), SHAPES)
-def test_the_sparse_kernel_equals_the_cpu_form(
+def test_sparse_paged_attention_kernel_equals_the_cpu_form(
     q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     x = make([100, 144, 5], Shape(q_heads, kv_heads, head_dim, dtype=dtype), sharpness=2.0)
@@ -145,8 +146,8 @@ def test_split_plan_does_not_change_the_output(cut: SplitPlan) -> None:
 
 @pytest.mark.parametrize("lengths", [[1, 700, 16, 1], [300], [5, 5, 5, 5, 5], [17, 200, 90]])
 @pytest.mark.parametrize("splits", [1, 3, 16])
-def test_splits_are_shared_by_the_pages_that_requests_attend_to(lengths: list[int], splits: int) -> None:
-    """Holds for any number of requests, with all pages or with selected ones."""
+def test_divides_splits_among_requests_by_their_pages(lengths: list[int], splits: int) -> None:
+    """The test has requests with all pages and with selected pages."""
     x, cut = make(lengths, Shape(dtype=DTYPES[0])), SplitPlan(32, splits)
     chosen = [list(range(0, -(-tokens // PAGE_TOKENS), 2)) for tokens in lengths]
     selection = choose(x, chosen)
@@ -182,13 +183,13 @@ def test_kernels_handle_large_logits_and_equal_keys() -> None:
         assert_rows_close(out_RHD, expected_RHD)
         torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-2)
         assert_rows_close(score_RP, expected_RP, dtype=x.q_RHD.dtype)
-    x.k_PSGD.fill_(1.0)  # every token alike: each page's score is its share of the tokens
+    x.k_PSGD.fill_(1.0)  # equal keys: a page's score is its share of the tokens
     for _, _, score_RP in run_all(x):
         share = torch.tensor([16 / 150] * 9 + [6 / 150], device=DEVICE)
         torch.testing.assert_close(score_RP[0, :10], share, rtol=5e-3, atol=0)
 
 
-def test_one_head_scores_sum_to_one() -> None:
+def test_page_scores_of_one_head_sum_to_one() -> None:
     x = make([150, 31], Shape(q_heads=1, kv_heads=1, dtype=DTYPES[0]))
     for _, _, score_RP in run_all(x):
         torch.testing.assert_close(score_RP.sum(1), torch.ones(2, device=DEVICE), rtol=5e-3, atol=0)
@@ -204,7 +205,7 @@ def test_selecting_every_page_equals_full_attention() -> None:
 
 
 def test_partial_outputs_merge_by_their_lse() -> None:
-    """The LSE is base e and exact: two disjoint selections, weighted by exp(lse), make the whole."""
+    """Outputs of two disjoint selections, weighted by exp(lse), add up to the output of all pages."""
     x = make([150])
     for module in (cpu, launch):
         halves = [module.paged_attention_sparse(choose(x, [list(range(first, 10, 2))])) for first in (0, 1)]
@@ -216,7 +217,7 @@ def test_partial_outputs_merge_by_their_lse() -> None:
 
 
 def test_request_that_selects_no_page_attends_to_all() -> None:
-    """Among others that select theirs: the batch stays one call."""
+    """Other requests of the same batch select pages."""
     x = make([150, 5, 70], Shape(dtype=DTYPES[0]))
     selection = choose(x, [[1, 9], [0], [2, 4]])
     mixed = replace(selection, counts_R=integers([2, 0, 0]))
@@ -241,7 +242,7 @@ def test_sparse_decode_touches_only_selected_pages() -> None:
 
 
 def test_kernels_take_strided_queries_and_pages() -> None:
-    """Slices of a fused projection and of a cache that holds K and V together."""
+    """Queries are slices of a fused projection, pages are slices of a tensor with both K and V."""
     x = make([70, 33])
     kv = torch.stack([x.k_PSGD, x.v_PSGD], dim=2)
     wide = torch.cat([x.q_RHD, torch.full_like(x.q_RHD, float("nan"))], dim=1)
@@ -253,7 +254,7 @@ def test_kernels_take_strided_queries_and_pages() -> None:
 
 
 def test_dispatch_feeds_delta_scores_into_page_selection() -> None:
-    """A Δ-layer's scores choose the pages that the next layer attends to."""
+    """A Δ-layer's page scores select the pages for the next layer."""
     x = make([150, 40])
     args = (x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R)
     out_RHD, lse_RH, score_RP = dispatch.paged_attention_scored(*args, scale=x.scale)
@@ -301,13 +302,13 @@ def corrupt(x: PagedInput, **changes: object) -> None:
         (lambda x: {"scale": float("nan")}, "scale nan"),
     ],
 )
-def test_refuses_bad_tensors_by_name(change: object, message: str) -> None:
+def test_paged_decode_refuses_bad_tensors(change: object, message: str) -> None:
     x = make([70, 33])
     with pytest.raises(KernelInputError, match=message):
         corrupt(x, **change(x))  # type: ignore[operator]
 
 
-def test_refuses_bad_values_and_page_selections_by_name() -> None:
+def test_paged_decode_refuses_bad_values_and_page_selections() -> None:
     x = make([70, 33])
     with pytest.raises(KernelInputError, match="selected must be int32"):
         SelectedPages(x, torch.zeros(2, 3, device=DEVICE), integers([1, 1]))
@@ -322,8 +323,8 @@ def test_refuses_bad_values_and_page_selections_by_name() -> None:
 
 
 @needs_gpu
-def test_cuda_graph_follows_lengths_tables_and_scores() -> None:
-    """One graph of a Δ-layer, the selection and a sparse layer; replayed over other contents."""
+def test_a_cuda_graph_stays_valid_for_new_lengths_and_page_tables() -> None:
+    """The graph has a Δ-layer, page selection and a sparse layer. It is replayed with other requests."""
     long = make([4000, 100], Shape(8, 2, 128, dtype=torch.bfloat16, spare_columns=0))
     other = make([1700, 4000], Shape(8, 2, 128, dtype=torch.bfloat16, spare_columns=0, seed=1))
     tensors = {name: each for name, each in vars(long).items() if isinstance(each, torch.Tensor)}

@@ -1,5 +1,5 @@
-"""Paged decode attention over K/V in 8 bits: the CPU form against the oracle, the kernel against the CPU
-form."""
+"""Tests paged decode attention over an int8 KV cache: the CPU form against the oracle, the kernel against the
+CPU form."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.kernels.paged_decode.test_paged_decode import (
 )
 
 PRECISION = torch.float16
-"""The products' type, whatever q's. A softmax over bfloat16 queries is as exact as over float16."""
+"""Dtype in which the kernel multiplies, for any dtype of q. Tolerances follow from it."""
 SMALL = None if GPU else SplitPlan(32, 2, score_blocks=2)
 
 
 def in_8_bits(x: PagedInput, keys: float = 1.0) -> PagedInput:
-    """The slots' sizes differ; those that no request owns have NaN.
+    """Quantise x to int8 pages. Tokens get different magnitudes, and unused slots NaN.
 
-    keys: how far keys' sizes are apart.
+    keys: Spread of the keys' magnitudes.
     """
     device = x.q_RHD.device
     by_slot = torch.linspace(-1, 1, PAGE_TOKENS, device=device)[None, :, None, None]
@@ -52,7 +52,7 @@ def wide(x: PagedInput) -> PagedInput:
     return replace(x, q_RHD=x.q_RHD.float())
 
 
-def test_the_cpu_form_is_attention_token_by_token() -> None:
+def test_int8_paged_attention_on_the_cpu_equals_the_oracle() -> None:
     x = in_8_bits(make([1, 16, 37]))
     out_RHD, lse_RH, score_RP = cpu.paged_attention_scored(x)
     for request, pages in enumerate([1, 1, 3]):
@@ -66,7 +66,7 @@ def test_the_cpu_form_is_attention_token_by_token() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), SHAPES)
-def test_the_kernel_equals_the_cpu_form(
+def test_int8_paged_attention_kernel_equals_the_cpu_form(
     q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     lengths = [8192, 4097, 4080, 1] if GPU else [1, 100, 144]
@@ -88,7 +88,7 @@ def test_the_kernel_equals_the_cpu_form(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), SHAPES)
-def test_the_sparse_kernel_equals_the_cpu_form(
+def test_sparse_int8_kernel_equals_the_cpu_form(
     q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     x = in_8_bits(make([100, 144, 5], Shape(q_heads, kv_heads, head_dim, dtype=dtype), sharpness=2.0))
@@ -105,7 +105,7 @@ def test_the_sparse_kernel_equals_the_cpu_form(
 
 @pytest.mark.parametrize("lengths", [[1, 700, 16, 1], [300], [5, 5, 5, 5, 5], [17, 200, 90]])
 @pytest.mark.parametrize("splits", [1, 3, 16])
-def test_int8_splits_are_shared_by_the_pages_requests_attend_to(lengths: list[int], splits: int) -> None:
+def test_divides_int8_splits_among_requests_by_their_pages(lengths: list[int], splits: int) -> None:
     x = in_8_bits(make(lengths, Shape(dtype=DTYPES[0])))
     with poisoned_empty():
         out_RHD, lse_RH, score_RP = launch.paged_attention_scored(x, SplitPlan(32, splits))
@@ -117,7 +117,7 @@ def test_int8_splits_are_shared_by_the_pages_requests_attend_to(lengths: list[in
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
 def test_kernel_equals_the_cpu_form_for_queries_of_any_magnitude(size: float) -> None:
-    """bfloat16's range is not float16's."""
+    """bfloat16 has a larger range than float16, in which the kernel multiplies."""
     x = in_8_bits(make([90], Shape(dtype=torch.float32)))
     x = replace(x, q_RHD=x.q_RHD * size, scale=x.scale / size)
     x.q_RHD[0, 1] = 0
@@ -127,8 +127,8 @@ def test_kernel_equals_the_cpu_form_for_queries_of_any_magnitude(size: float) ->
     torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=2e-3)
 
 
-def test_a_sink_with_tiny_values_keeps_its_weight() -> None:
-    """Most of the weight lies on a token whose values are nearly nothing, or nothing."""
+def test_keeps_the_weight_of_a_sink_with_tiny_values() -> None:
+    """Most softmax weight is on a token whose values are 0 or tiny."""
     for tiny in (2.0**-20, 0.0):
         x = make([150], Shape(dtype=torch.float32))
         page = int(x.table_RP[0, 0])
@@ -169,7 +169,7 @@ def test_dispatch_feeds_int8_delta_scores_into_page_selection() -> None:
     assert_rows_close(sparse_RHD, full_RHD, dtype=PRECISION)
 
 
-def test_names_int8_pages_whose_dtype_scales_or_strides_are_wrong() -> None:
+def test_refuses_int8_pages_with_wrong_dtypes_scales_or_strides() -> None:
     x = in_8_bits(make([40]))
     e = x.scales
     assert e is not None

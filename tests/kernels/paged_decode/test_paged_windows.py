@@ -1,4 +1,4 @@
-"""Decode attention to a request's last tokens alone: CPU forms against the oracle, kernels against them."""
+"""Tests sliding-window decode attention: CPU forms against the oracle, kernels against CPU forms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = [1, 37, 144, 300]
 
 
 def poisoned_before(x: PagedInput) -> PagedInput:
-    """NaN in all slots before each request's window: nothing of them may be read."""
+    """Write NaN to all slots before each request's window, so that reading one would show."""
     for request, length in enumerate(x.lengths_R.tolist()):
         for place in range(length - x.window):
             page = int(x.table_RP[request, place // PAGE_TOKENS])
@@ -35,7 +35,7 @@ def poisoned_before(x: PagedInput) -> PagedInput:
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("int8", [False, True])
-def test_the_cpu_form_is_attention_token_by_token(window: int, int8: bool) -> None:
+def test_paged_window_attention_on_the_cpu_equals_the_oracle(window: int, int8: bool) -> None:
     plain = make(LENGTHS)
     x = replace(in_8_bits(plain) if int8 else plain, window=window)
     out_RHD, lse_RH = cpu.paged_attention(x)
@@ -48,7 +48,7 @@ def test_the_cpu_form_is_attention_token_by_token(window: int, int8: bool) -> No
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_kernel_equals_the_cpu_form_and_skips_keys_before_its_window(
+def test_window_kernel_equals_the_cpu_form_and_reads_no_older_keys(
     window: int, dtype: torch.dtype, head_dim: int
 ) -> None:
     lengths = [8192, 4097, 300, 1] if GPU else LENGTHS

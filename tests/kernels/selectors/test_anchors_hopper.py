@@ -1,5 +1,5 @@
-"""The Hopper kernel of anchor scores: on a CPU the order in which TMA loads slots, and the grid; on a GPU the
-scores, in many launches."""
+"""Tests the Hopper kernel of anchor scores. On a CPU: the order in which TMA loads slots, and the grid. On a
+GPU: the scores, in many launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LANES, DIM = 4, 64
 
 
 def tile_of(descriptor: object, place: list[int]) -> torch.Tensor:
-    """Return the box of a tensor that TMA copies into shared memory."""
+    """Return the tile of a tensor that TMA copies into shared memory."""
     whole = torch.as_strided(descriptor.base, descriptor.shape, descriptor.strides)  # type: ignore[attr-defined]
     box = descriptor.block_shape  # type: ignore[attr-defined]
     return whole[tuple(slice(at, at + size) for at, size in zip(place, box, strict=True))]
@@ -42,7 +42,7 @@ def test_tma_loads_key_tiles_with_interleaved_quarters(slots: int) -> None:
 @pytest.mark.parametrize("programs", [1, 16, 36, 64, 128, 131, 132, 133, 256, 1000])
 @pytest.mark.parametrize("steps", [0, 1, 30, 112, 528])
 def test_key_splits_give_the_shortest_total_time(programs: int, steps: int) -> None:
-    """Against the rounds in which 132 multiprocessors take the programs, counted one by one."""
+    """The total time is counted round by round, with 132 programs per round."""
 
     def time(splits: int) -> int:
         ends = [0] * 132
@@ -55,7 +55,7 @@ def test_key_splits_give_the_shortest_total_time(programs: int, steps: int) -> N
 
 
 def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnchors:
-    """Make slots with different row counts, so that a mix-up of tiles shows."""
+    """Make slots with different row counts, so that swapped tiles change the scores."""
     generator = torch.Generator("cuda").manual_seed(heads)
     shape = (1, heads, blocks, slots)
     vector = torch.randn(*shape, 128, device="cuda", generator=generator).to(torch.bfloat16)
@@ -70,9 +70,9 @@ def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnch
     not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="needs a Hopper GPU"
 )
 @pytest.mark.parametrize(("blocks", "first_block"), [(64, 0), (64, 64)])
-def test_hopper_scores_are_right_in_100_launches(blocks: int, first_block: int) -> None:
-    """TMA once overwrote a tile while it was being read, in a few tiles of some launches. So each of 100
-    launches is compared with plain arithmetic."""
+def test_hopper_scores_are_correct_in_100_launches(blocks: int, first_block: int) -> None:
+    """TMA once overwrote a tile before it was read, in a few tiles of some launches. So all of 100 launches
+    are compared with torch."""
     heads, groups, tokens = 32, 8, blocks * BLOCK
     seen = first_block + blocks
     form = AnchorSettings(0.75, SideSettings(8), SideSettings(32))
@@ -85,7 +85,9 @@ def test_hopper_scores_are_right_in_100_launches(blocks: int, first_block: int) 
     mass_GXMA = torch.exp(q_GXD @ k_GYD.mT * x.scale).view(groups, -1, seen, 32) * keys.count_BGMA[0][:, None]
     expected_HNRM = mass_GXMA.sum(3).log2().view(heads, blocks, 8, seen)
     before_N1M = torch.arange(seen) < torch.arange(first_block, seen)[:, None, None]
-    before_HNRM = before_N1M.cuda().expand_as(expected_HNRM)  # whole blocks; their own are compared elsewhere
+    before_HNRM = before_N1M.cuda().expand_as(
+        expected_HNRM
+    )  # without the diagonal, which another test covers
     for number in range(100):
         part = empty_parts(q_BHTD, (1, heads, blocks, 8), seen)
         part.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""Thresholds by layer, head and length reach the rule: the same masks as a rule with these thresholds."""
+"""Tests that selectors use thresholds by layer, head and prompt length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deltafront.tests.reference.structured import structured_input
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THRESHOLDS = {0: (0.7, 0.7, 0.7), 3: (0.3, 0.6, 0.9), 7: (1.0, 0.5, 0.2)}
 OWN = [name for name, preset in PRESETS.items() if preset.module == options.__name__]
-"""Others' methods may be loaded beside these."""
+"""The package's methods, without those that other tests register."""
 SCORED = ["delta_xattention", "dpxa", "xattention"]
 
 
@@ -36,7 +36,9 @@ def selector_of(name: str, thresholds: Thresholds | None, **options: Value) -> S
 
 @pytest.mark.parametrize("name", SCORED)
 def test_each_layer_selects_by_its_own_thresholds(name: str) -> None:
-    drawn = structured_input(1100, q_heads=3, kv_heads=1, head_dim=16)  # on a GPU other numbers are drawn
+    drawn = structured_input(
+        1100, q_heads=3, kv_heads=1, head_dim=16
+    )  # on the CPU: a GPU draws other numbers
     rows = {side: getattr(drawn, side).to(DEVICE) for side in ("q_BHTD", "k_BGSD", "v_BGSD")}
     x = replace(drawn, **rows)
     selector = selector_of(name, thresholds_of)
@@ -64,7 +66,7 @@ def test_thresholds_are_looked_up_by_layer_and_prompt_length() -> None:
 
 
 @pytest.mark.parametrize("name", SCORED)
-def test_density_needs_thresholds_of_its_level(name: str) -> None:
+def test_refuses_a_density_without_thresholds(name: str) -> None:
     with pytest.raises(KernelInputError, match=r"density = 0.08 stands for thresholds by layer and head"):
         selector_of(name, None, density=0.08)
     state = spec_of(structured_input(300, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE))
@@ -76,23 +78,23 @@ def test_density_needs_thresholds_of_its_level(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCORED)
-def test_share_counts_sink_and_window_among_each_rows_kept_blocks(name: str) -> None:
+def test_share_includes_sink_and_window_tiles(name: str) -> None:
     x = structured_input(4096, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE)
     selector = selector_of(name, None, share=0.5, outside=1, sink=1, window=300)
     assert selector.rule == Rule("top_k", 0.5, sink_blocks=1, window_blocks=4)
     mask = selector.select(x, selector.new_state(spec_of(x)), no_phase)
     for row, count_H in enumerate(mask.count_BHN[0].T.tolist()):
         kept = max(-(-(row + 1) // 2), min(row + 1, 5))
-        assert all(kept <= count <= kept + 1 for count in count_H), f"row {row}: {count_H}"  # one more: a tie
+        assert all(kept <= count <= kept + 1 for count in count_H), f"row {row}: {count_H}"  # + 1 for a tie
 
 
 @pytest.mark.parametrize("name", SCORED)
-def test_share_and_density_together_are_refused(name: str) -> None:
+def test_refuses_share_together_with_density(name: str) -> None:
     with pytest.raises(KernelInputError, match=r"^share = 0\.5 and density = 0\.08 exclude each other"):
         PRESETS[name].form(share=0.5, density=0.08)
 
 
-def test_thresholds_reach_a_method_that_delta_correction_wraps() -> None:
+def test_applies_thresholds_inside_the_delta_correction() -> None:
     x = structured_input(1100, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE)
     densities = []
     for threshold in (1.0, 0.3):
@@ -104,7 +106,7 @@ def test_thresholds_reach_a_method_that_delta_correction_wraps() -> None:
 
 
 @pytest.mark.parametrize("thresholds", [(0.5, 0.5), (0.5,) * 4, (0.5, 0.5, 1.5), (0.5, 0.5, float("nan"))])
-def test_thresholds_that_do_not_fit_the_heads_are_refused(thresholds: tuple[float, ...]) -> None:
+def test_refuses_thresholds_that_do_not_fit_the_heads(thresholds: tuple[float, ...]) -> None:
     x = structured_input(300, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE)
     selector = selector_of("dpxa", lambda _layer, _tokens: thresholds)
     with pytest.raises(KernelInputError, match=r"layer 5: .* 3 query heads"):

@@ -1,4 +1,5 @@
-"""The selection rules: CPU form against the oracle, kernel against CPU form, ties and edges."""
+"""Tests selection rules: the CPU form against the oracle, the kernel against the CPU form, ties and edge
+cases."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from deltafront.tests.reference.selection import kept_tiles
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS: list[Kind] = ["cumulative", "top_k"]
 FORCED = [(1, 1, False), (2, 4, False), (1, 1, True), (2, 5, True)]
-"""Blocks of sink and of window, and whether the rule counts outside them."""
+"""(sink blocks, window blocks, `outside`)."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("sink", "window", "outside"), FORCED)
-def test_the_cpu_form_equals_the_oracle(kind: Kind, sink: int, window: int, outside: bool) -> None:
+def test_rules_on_the_cpu_equal_the_oracle(kind: Kind, sink: int, window: int, outside: bool) -> None:
     score = torch.rand(2, 4, 5, 24) ** 6
     score[0, 1] = (score[0, 1] * 8).round() / 8  # ties, and rows with zeros
-    score[1, 2, 3, 2:18] = 0.0  # nothing outside
+    score[1, 2, 3, 2:18] = 0.0  # all mass in sink and window
     thresholds = torch.tensor([0.31, 0.55, 0.83, 1.0])
     mask = cpu.select(score, Rule(kind, thresholds, sink, window, outside), 19)
     how = {"sink": sink, "window": window, "outside": outside}
@@ -41,13 +42,13 @@ def test_the_cpu_form_equals_the_oracle(kind: Kind, sink: int, window: int, outs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "first"), [(5, 0), (3, 30), (1, 40)])
 @pytest.mark.parametrize(("sink", "window", "outside"), FORCED[::3])
-def test_the_kernel_equals_the_cpu_form(
+def test_rule_kernel_equals_the_cpu_form(
     kind: Kind, rows: int, first: int, sink: int, window: int, outside: bool
 ) -> None:
     score = torch.rand(2, 3, rows, first + rows, device=DEVICE) ** 6
     score[1, 1] = (score[1, 1] * 4).round() / 4
     score[0, 2, 0] = 0.0
-    score[0, 1, 0, 1:] = 0.0  # all in the sink
+    score[0, 1, 0, 1:] = 0.0  # all mass in the sink
     rule = Rule(kind, torch.tensor([0.4, 0.9, 1.0]), sink, window, outside)
     with poisoned_empty():
         mask = kernel.select(score, rule, first, with_scores=True)
@@ -76,7 +77,7 @@ def test_rules_keep_sink_diagonal_and_ties(select: object) -> None:
 
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
-def test_sink_with_most_mass_does_not_reach_tau_alone(select: object) -> None:
+def test_outside_excludes_the_sinks_mass_from_tau(select: object) -> None:
     assert callable(select)
     score = torch.tensor([95.0, 0, 0, 0.6, 0, 0, 0.3, 2.1, 2.0], device=DEVICE).view(1, 1, 1, 9)
     assert tiles(select(score, Rule("cumulative", 0.95), 8)) == [[0, 8]]
@@ -86,8 +87,8 @@ def test_sink_with_most_mass_does_not_reach_tau_alone(select: object) -> None:
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
 @pytest.mark.parametrize("tiny", [1e-18, 1e-20, 1e-34, 1e-36])
-def test_tau_is_reached_with_few_tiles_besides_sink_and_window(select: object, tiny: float) -> None:
-    """Logits of a sink 80 above all others leave scores of 1e-35 outside."""
+def test_outside_reaches_tau_even_if_other_scores_are_tiny(select: object, tiny: float) -> None:
+    """If a sink's logit is 80 above the others, their scores are about 1e-35."""
     assert callable(select)
     outside = [0.3, 0.1, 0.9, 0.2, 0.8, 0.05, 0.6]
     score = torch.tensor([1.0, *(tiny * part for part in outside), 0.5], device=DEVICE).view(1, 1, 1, 9)
@@ -99,11 +100,11 @@ def test_tau_is_reached_with_few_tiles_besides_sink_and_window(select: object, t
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
 @pytest.mark.parametrize("count", [10, 25, 90, 100])
 def test_share_of_tiles_is_rounded_up(select: object, count: int) -> None:
-    """In float32 0.6 of 25 tiles are more than 15, in float64 0.28 of 25 more than 7."""
+    """In float32, 0.6 of 25 tiles is more than 15. In float64, 0.28 of 25 is more than 7."""
     assert callable(select)
     shares = ["0.07", "0.15", "0.28", "0.3", "0.55", "0.6"]
     score = torch.linspace(1.0, 0.1, count, device=DEVICE)
-    score[-1] = 2.0  # the diagonal is kept anyway
+    score[-1] = 2.0  # the diagonal, which is always kept
     rule = Rule("top_k", torch.tensor([float(share) for share in shares]))
     mask = select(score.expand(1, len(shares), 1, count), rule, count - 1)
     expected = [max(2, math.ceil(Fraction(share) * count)) for share in shares]

@@ -1,6 +1,6 @@
-"""The selectors' CPU forms against the oracles, and what every selector keeps to.
+"""Tests the selectors' CPU forms against oracles, and properties of every selector.
 
-Shape suffixes as in `kernels.interface`.
+Shape suffixes are those of `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_scores(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("stride", [4, 8, 16, 64])
 @pytest.mark.parametrize("tokens", [300, 261])
-def test_antidiagonal_equals_the_oracle(stride: int, tokens: int) -> None:
+def test_antidiagonal_scores_equal_the_oracle(stride: int, tokens: int) -> None:
     x = sample(tokens)
     selector = AntidiagonalSelector(AntidiagonalOptions(stride=stride))
     check_scores(selector.scores(x, None, no_phase), antidiagonal_scores(x, stride))
@@ -69,7 +69,7 @@ def test_antidiagonal_equals_the_oracle(stride: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("options", [ANCHORS, CENTRED, replace(ANCHORS, k_anchors=64)])
-def test_anchors_equal_the_oracle(options: AnchorsOptions) -> None:
+def test_anchor_scores_equal_the_oracle(options: AnchorsOptions) -> None:
     x = sample(300)
     if options.centred:
         x = biased(x)
@@ -78,7 +78,7 @@ def test_anchors_equal_the_oracle(options: AnchorsOptions) -> None:
     check_scores(score, anchor_scores(x, selector.form))
 
 
-def test_relaxed_threshold_applies_only_to_blocks_with_excess_anchors() -> None:
+def test_lowers_the_cosine_only_in_blocks_with_too_many_anchors() -> None:
     x = sample(256)
 
     def counts(side: SideSettings) -> torch.Tensor:
@@ -93,8 +93,8 @@ def test_relaxed_threshold_applies_only_to_blocks_with_excess_anchors() -> None:
 
 
 def biased(x: AttentionInput, size: float = 40.0) -> AttentionInput:
-    """Keys and queries with a bias as Qwen2's: a few channels that turn slowly have a large constant. The
-    softmax over keys does not change with that of the keys."""
+    """Add a bias to queries and keys, as in Qwen2: a large constant in a few channels that RoPE rotates
+    slowly. The bias of keys does not change the softmax."""
     bias_D = torch.zeros(x.k_BGSD.shape[3])
     bias_D[[6, 7, 14, 15]] = torch.tensor([size, -size, size / 2, size / 4])
     return replace(x, k_BGSD=x.k_BGSD + bias_D, q_BHTD=x.q_BHTD + 0.1 * bias_D)
@@ -116,12 +116,12 @@ def test_key_bias_does_not_change_centred_runs() -> None:
     ("name", "low", "high"),
     [
         ("antidiagonal", 0.5, 1.0),
-        ("anchors", -1.0, 0.4),  # without `centred` a block has one run: the thesis's form cannot tell keys
+        ("anchors", -1.0, 0.4),  # without `centred` a block has one run, so the scores are poor
         ("anchors_served", 0.9, 1.0),
     ],
 )
-def test_tiles_kept_under_a_key_bias_reach_tau(name: str, low: float, high: float) -> None:
-    """The kept mass is scaled: a random choice has 0, the best choice 1."""
+def test_centring_lets_anchors_rank_tiles_despite_a_key_bias(name: str, low: float, high: float) -> None:
+    """The kept mass is scaled so that a random choice of tiles has 0 and the best choice 1."""
     x = biased(sample(2048, head_dim=64, seed=5))
     selector = AnchorsSelector(AnchorsOptions()) if name == "anchors_served" else SCORED[name]()
     score_BHNM = selector.scores(x, selector.new_state(spec_of(x)), no_phase)
@@ -141,7 +141,7 @@ def _mass_kept(score_BHNM: torch.Tensor, true_BHNM: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", CHUNKABLE)
 @pytest.mark.parametrize("kind", ["duplicates", "zeros", "large", "one token"])
-def test_degenerate_rows_give_a_valid_mask(name: str, kind: str) -> None:
+def test_selectors_give_valid_masks_for_degenerate_rows(name: str, kind: str) -> None:
     x = random_input(513, head_dim=16, rows=1 if kind == "one token" else None)
     factor = {"duplicates": 1.0, "zeros": 0.0, "large": 300.0, "one token": 1.0}[kind]
     q, k = x.q_BHTD * factor, x.k_BGSD * factor
@@ -167,7 +167,7 @@ def window(row: int, size: int) -> range:
     return range(max(0, row - size + 1), row + 1)
 
 
-def test_mask_carries_scores_on_request() -> None:
+def test_masks_contain_scores_on_request() -> None:
     x = sample(400)
     options = AntidiagonalOptions(tau=0.8)
     selector = AntidiagonalSelector(options, with_scores=True)

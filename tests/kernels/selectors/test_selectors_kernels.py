@@ -1,7 +1,8 @@
-"""Selector kernels against their CPU forms, row by row, and against themselves in chunks.
+"""Tests selector kernels against their CPU forms, row by row, and in chunks.
 
-Shape suffixes as in `kernels.interface`. Scores are compared, not masks: a tile whose score is within
-rounding of the threshold may fall either way. That the mask follows from the scores is checked exactly.
+Scores are compared in place of masks, because rounding may move a score across the threshold. Masks are
+compared exactly with those that follow from the kernel's scores. Shape suffixes are those of
+`kernels.interface`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "anchors_fewest": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=1, k_anchors=8)),
 }
 IN_EIGHT_BITS = ("antidiagonal", "antidiagonal_4", "antidiagonal_64")
-"""Selectors whose products are of 8-bit copies where the inputs have 16 bits; tested on inputs that 8 bits
-hold, so that the comparison stays strict."""
+"""Selectors that convert 16-bit inputs to FP8. They are tested on inputs that FP8 represents exactly, so that
+the comparison stays strict."""
 
 
 def sample(tokens: int, dtype: torch.dtype = torch.float32, **changes: Any) -> AttentionInput:
@@ -75,7 +76,7 @@ def kernel_mask(selector: ScoredSelector, x: AttentionInput) -> TileMask:
         *((name, torch.float32) for name in ("antidiagonal", "anchors")),
     ],
 )
-def test_scores_and_mask_equal_the_cpu_form(name: str, dtype: torch.dtype) -> None:
+def test_selector_kernels_equal_the_cpu_forms(name: str, dtype: torch.dtype) -> None:
     x = sample(300, dtype, batch=2 if name == "anchors" else 1)
     if name in IN_EIGHT_BITS:
         x = replace(x, q_BHTD=eight_bits(x.q_BHTD), k_BGSD=eight_bits(x.k_BGSD))
@@ -98,7 +99,7 @@ def test_kernel_scores_equal_the_cpu_form_for_any_query_group(name: str, q_heads
 
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors", "anchors_fewest"])
 def test_kernel_scores_equal_the_cpu_form_for_heads_of_256_channels(name: str) -> None:
-    """Gemma's. Their launches have sizes of their own."""
+    """Gemma has such heads. Their kernels have other tile sizes."""
     x = sample(300, torch.float16, q_heads=2, head_dim=256)
     if name in IN_EIGHT_BITS:
         x = replace(x, q_BHTD=eight_bits(x.q_BHTD), k_BGSD=eight_bits(x.k_BGSD))
@@ -110,7 +111,7 @@ def test_kernel_scores_equal_the_cpu_form_for_heads_of_256_channels(name: str) -
 
 
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors", "anchors_centred"])
-def test_kernel_selection_in_chunks_equals_the_whole_prompts(name: str) -> None:
+def test_kernels_select_the_same_tiles_in_chunks(name: str) -> None:
     x = sample(385, torch.float16, q_heads=2)
     selector = SCORED[name]()
     whole = kernel_mask(selector, x)
@@ -160,9 +161,9 @@ def test_kernel_scores_equal_the_cpu_form_for_degenerate_rows(name: str, kind: s
     selector = SCORED[name]()
     expected_BHNM = selector.cpu_scores(x, selector.new_state(spec_of(x)), no_phase)
     score_BHNM = kernel_scores(selector, x)
-    if kind == "large":  # logits in the thousands: the 16-bit logarithms still find the same best tile
+    if kind == "large":  # logits in the thousands: 16-bit logarithms still give the same best tile
         assert torch.equal(score_BHNM.argmax(-1), expected_BHNM.argmax(-1))
-    elif kind != "absurd":  # beyond 16 bits tiles tie: any valid mask will do
+    elif kind != "absurd":  # beyond the range of 16 bits tiles tie, so any valid mask is right
         assert_rows_close(score_BHNM, expected_BHNM, dtype=torch.float16)
     assert not bool(score_BHNM.isnan().any())
     assert all(kept[0] == 0 for kept in tiles(kernel_mask(selector, x)))
@@ -170,8 +171,8 @@ def test_kernel_scores_equal_the_cpu_form_for_degenerate_rows(name: str, kind: s
 
 @pytest.mark.parametrize("relax", [None, 0.3])
 @pytest.mark.parametrize("bias", [None, 0.0, 20.0])
-def test_summaries_equal_the_cpu_form(relax: float | None, bias: float | None) -> None:
-    """bias: added to some channels of all rows, which are centred then."""
+def test_anchor_slots_of_the_kernel_equal_the_cpu_form(relax: float | None, bias: float | None) -> None:
+    """bias: Constant added to some channels of all rows. With a bias, `centred` is set."""
     x = sample(300, torch.float16).k_BGSD[:, :, :, :]
     x[0, 0, 140:150] = 0.0
     x[..., :8] += bias or 0.0
@@ -188,7 +189,7 @@ def test_summaries_equal_the_cpu_form(relax: float | None, bias: float | None) -
 
 
 @pytest.mark.parametrize(("sink", "window"), [(1, 1), (130, 300), (5000, 5000)])
-def test_streaming_keeps_tiles_that_any_row_of_the_block_sees(sink: int, window: int) -> None:
+def test_streaming_keeps_tiles_that_any_row_of_a_block_sees(sink: int, window: int) -> None:
     x = sample(900)
     selector = StreamingSelector(StreamingOptions(sink=sink, window=window))
     for part in (x, chunk_of(x, 512, 900)):
