@@ -1,4 +1,4 @@
-"""Statistics, rows and gates of the accuracy harness, against brute force where there is one."""
+"""Tests statistics, rows and gates of the accuracy benchmark."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from deltafront.benchmarks.accuracy.report import (
 )
 
 
-def test_changed_answers_are_those_right_on_one_side_only() -> None:
+def test_changes_are_questions_that_only_one_method_answers() -> None:
     found = changes([True, True, False, False, True], [True, False, True, False, False])
     assert (found.lost, found.won) == ((1, 4), (2,))
 
 
 @pytest.mark.parametrize(("lost", "won"), [(0, 0), (1, 0), (5, 0), (3, 3), (7, 2), (2, 9)])
-def test_sign_test_counts_every_outcome(lost: int, won: int) -> None:
+def test_sign_test_equals_counting_all_outcomes(lost: int, won: int) -> None:
     changed = lost + won
     heads = [sum(flips) for flips in itertools.product((0, 1), repeat=changed)]
     uneven = abs(2 * lost - changed)
@@ -48,7 +48,7 @@ def test_sign_test_does_not_underflow_with_thousands_of_questions() -> None:
     assert sign_test(900, 1100) == pytest.approx(math.erfc(199 / math.sqrt(2 * 2000)), rel=0.02)
 
 
-def test_bootstrap_is_near_every_possible_draw() -> None:
+def test_bootstrap_interval_is_close_to_that_of_all_possible_draws() -> None:
     documents = [(9, 10), (4, 10), (12, 11), (8, 8)]
     ratios = sorted(
         sum(a for a, _ in drawn) / sum(b for _, b in drawn)
@@ -61,13 +61,13 @@ def test_bootstrap_is_near_every_possible_draw() -> None:
     assert found == bootstrap_ratio(documents, draws=40_000)
 
 
-def test_bootstrap_gives_no_interval_without_documents_to_draw() -> None:
+def test_bootstrap_returns_none_for_a_single_document() -> None:
     assert bootstrap_ratio([(3, 4)]) is None
     assert bootstrap_ratio([(0, 0), (1, 0)]) is None
     assert bootstrap_ratio([(1, 2), (2, 4)]) == (0.5, 0.5)
 
 
-def test_mean_comes_with_its_standard_error() -> None:
+def test_returns_the_mean_with_its_standard_error() -> None:
     mean, error = mean_and_error([1.0, 2.0, 3.0, 6.0])
     assert mean == 3.0
     assert error == pytest.approx(math.sqrt((4 + 1 + 0 + 9) / 3) / 2)
@@ -91,7 +91,7 @@ OUTCOMES = [
 ]
 
 
-def test_rows_pair_each_case_with_dense() -> None:
+def test_rows_compare_each_case_with_dense() -> None:
     dense, dpxa, decode = rows(OUTCOMES, "dense")
     assert (dense["exact"], dense["questions"], dense["kl"], dense["lost"]) == (5, 6, 0.0, [])
     assert (dpxa["exact"], dpxa["exact_dense"], dpxa["questions"]) == (5, 5, 6)
@@ -104,8 +104,9 @@ def test_rows_pair_each_case_with_dense() -> None:
     assert "| 5 of 6 (5) |" in table([dpxa])
 
 
-def test_bootstrap_draws_documents_and_can_be_repeated_from_the_row() -> None:
-    """Two documents whose questions agree within each: a draw of questions would know the mean well."""
+def test_bootstraps_over_documents_in_place_of_questions() -> None:
+    """In each of two documents all questions have one result. Drawing questions would give a small
+    interval."""
     asked = [f"key {i}" for i in range(50)]
     found = [
         replace(outcome(case, name, 0.0), answers=dict.fromkeys(asked, (logp, True)))
@@ -119,7 +120,7 @@ def test_bootstrap_draws_documents_and_can_be_repeated_from_the_row() -> None:
     assert [one["document"] for one in dpxa["by_document"]] == ["a", "b"]
 
 
-def test_key_tokens_weigh_documents_by_how_many_they_have() -> None:
+def test_key_token_loss_weighs_documents_by_their_key_tokens() -> None:
     found = [
         replace(outcome(case, name, 0.0), key_tokens=many, key_logp=logp)
         for name, many, losses in (("a", 3, 0.5), ("b", 1, 0.1), ("none", None, None))
@@ -136,7 +137,7 @@ def test_key_tokens_weigh_documents_by_how_many_they_have() -> None:
 
 
 def task_rows(task: str, *documents: tuple[list[bool], list[bool]]) -> list[Outcome]:
-    """Questions that dense and dpxa answer exactly in each document."""
+    """Make outcomes of a task. Each document says which questions dense and dpxa answer exactly."""
     return [
         replace(outcome(case, f"{task}-{at}", 0.0, *exacts), task=task)
         for at, both in enumerate(documents)
@@ -144,7 +145,7 @@ def task_rows(task: str, *documents: tuple[list[bool], list[bool]]) -> list[Outc
     ]
 
 
-def test_tasks_count_where_dense_answers_at_least_half() -> None:
+def test_pools_only_tasks_where_dense_answers_at_least_half() -> None:
     found = rows(
         [
             *task_rows("half", ([True, False], [False, False]), ([True, False], [True, True])),
@@ -169,7 +170,7 @@ def test_tasks_count_where_dense_answers_at_least_half() -> None:
     assert together(rows(task_rows("all", ([True], [True])), "dense")) == [], "one task is its own row"
 
 
-def test_rows_far_from_those_recorded_are_named() -> None:
+def test_names_rows_that_differ_from_the_recorded_result() -> None:
     found = rows(OUTCOMES, "dense")
     assert apart(found, found) == []
     near = [{**row, "kl": row["kl"] * 1.04} if "kl" in row else row for row in found]
@@ -187,19 +188,19 @@ def test_rows_far_from_those_recorded_are_named() -> None:
     assert apart(missing, found) == ["dense, needles, 4096 tokens: kl is None, 0.0 was recorded"]
 
 
-def test_one_document_has_no_interval() -> None:
+def test_gives_no_interval_for_a_single_document() -> None:
     (row,) = rows(OUTCOMES[:1], "dense")
     assert "ratio_95" not in row and "logp_95" not in row and len(row["by_document"]) == 1
 
 
-def test_prose_alone_yields_no_answer_columns() -> None:
+def test_rows_of_prose_have_no_answer_columns() -> None:
     (row,) = rows([replace(outcome("dense", "a", 0.0), task="prose")], "dense")
     assert "questions" not in row and row["perplexity"] == 8.0
     assert missed([parse_gate("dense:exact>=1")], [row]) == ["dense: no row has exact"]
 
 
-def test_documents_without_a_question_count_for_the_text_alone() -> None:
-    """The first of them too: some texts copy nothing."""
+def test_documents_without_questions_count_only_in_kl() -> None:
+    """The first document has no questions, as when a text has no copies to ask for."""
     found = [outcome("dense", "none", 0.0), outcome("dpxa", "none", 0.5)]
     found += [outcome("dense", name, 0.0, True, True) for name in "ab"]
     found += [outcome("dpxa", name, 0.25, True, False) for name in "ab"]
@@ -209,7 +210,7 @@ def test_documents_without_a_question_count_for_the_text_alone() -> None:
     assert tuple(dpxa["ratio_95"]) == bootstrap_ratio([(1, 2), (1, 2)])
 
 
-def test_failed_gate_names_its_case() -> None:
+def test_a_missed_gate_names_case_and_value() -> None:
     found = rows(OUTCOMES, "dense")
     assert missed([parse_gate("dpxa:tau=0.5:exact>=1,kl<=0.5,logp>=-0.1")], found) == []
     assert missed([parse_gate("dpxa:tau=0.5:kl<=0.11,density<=0.3")], found) == [

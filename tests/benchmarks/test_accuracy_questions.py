@@ -1,4 +1,6 @@
-"""All questions at once against one after another, and page selection that selects everything."""
+"""Tests that batched questions get the answers of single questions, and that page selection is decoded
+correctly.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def greedy(reader: Reader, prompt: list[int], count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def asked(reader: Reader) -> list[Question]:
-    """Ragged questions; the answers of every second one are what the model says."""
+    """Make questions of different lengths. The right answer of every second one is the model's greedy
+    answer."""
     found = []
     for i in range(7):
         prompt, length = ids(5 + 3 * i, 10 + i), 1 + (4 * i) % 7
@@ -73,7 +76,7 @@ def asked(reader: Reader) -> list[Question]:
 
 
 @pytest.mark.parametrize("rows", [batched.ROWS, 60, 1])
-def test_batched_questions_answer_as_one_by_one(
+def test_batched_questions_get_the_answers_of_single_questions(
     reader: Reader, asked: list[Question], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batched, "ROWS", rows)
@@ -95,10 +98,10 @@ def test_batched_questions_answer_as_one_by_one(
         "dpxa:tau=0.3,window=1,min_tokens=410",
     ],
 )
-def test_question_in_the_prompt_is_prefilled_with_the_method(
+def test_prefills_questions_in_the_prompt_with_the_method(
     reader: Reader, asked: list[Question], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference is whole prompts, each prefilled from its start."""
+    """The answers are compared with those of whole prompts, each prefilled from the start."""
     monkeypatch.setattr(batched, "READ_AGAIN", 40)
     document = ids(TOKENS, 1)
     with torch.inference_mode():
@@ -133,7 +136,7 @@ def test_merging_partial_attention_equals_attention() -> None:
         torch.testing.assert_close(out[i], expected[0].transpose(0, 1))
 
 
-def test_any_of_several_right_answers_counts() -> None:
+def test_any_of_several_right_answers_is_exact() -> None:
     questions = [Question(about, (1,), (2,)) for about in ("a", "b", "a")]
     answers = [Answered(math.log(p), p > 0.5, 0, 0.0) for p in (0.25, 0.125, 0.625)]
     found = by_subject(questions, answers)
@@ -147,7 +150,7 @@ def decoder(reader: Reader, asked: list[Question]) -> AnswerDecoder:
 
 
 @pytest.mark.parametrize("given", ["1,3:999:8", "quest:999", None])
-def test_every_page_selected_is_full_decode(
+def test_selecting_every_page_equals_full_decode(
     reader: Reader, decoder: AnswerDecoder, asked: list[Question], given: str | None
 ) -> None:
     decoded = decoder.decode(parse_selection(given, 5) if given else None)
@@ -158,9 +161,9 @@ def test_every_page_selected_is_full_decode(
         assert answer.logp == pytest.approx(full.logp, abs=1e-4)
 
 
-def test_int8_kv_is_prefilled_asked_and_decoded(reader: Reader, asked: list[Question]) -> None:
-    """Full decode over 8-bit pages answers as the reader does whose every row is rounded, and differs from 16
-    bits a little."""
+def test_decodes_with_int8_kv_close_to_16_bits(reader: Reader, asked: list[Question]) -> None:
+    """Full decode over int8 pages gives nearly the log-probabilities of a reader that rounds every row, which
+    differ slightly from 16 bits."""
     narrow = Reader(reader.stack, TOKENS + 64, kv_dtype="int8")
     with torch.inference_mode():
         narrow.read(ids(TOKENS, 1), "dense", 128)
@@ -173,7 +176,7 @@ def test_int8_kv_is_prefilled_asked_and_decoded(reader: Reader, asked: list[Ques
         assert answer.logp != pytest.approx(plain.logp, abs=1e-4)
 
 
-def test_answers_of_one_token_leave_nothing_to_decode(reader: Reader) -> None:
+def test_refuses_to_decode_answers_of_one_token(reader: Reader) -> None:
     with pytest.raises(ValueError, match="every right answer is one token"):
         AnswerDecoder(reader, [Question("a", (1, 2), (3,))])
 
@@ -182,7 +185,7 @@ def test_fewer_pages_give_a_smaller_attended_share(
     reader: Reader, decoder: AnswerDecoder, asked: list[Question]
 ) -> None:
     few = decoder.decode(parse_selection("1,3:4:2", 5))
-    # Layers 0, 1 and 3 read all of 26 to 28 pages, layers 2 and 4 four of them.
+    # Layers 0, 1 and 3 read all of 26 to 28 pages. Layers 2 and 4 read four pages.
     assert few.share == pytest.approx((3 + 2 * 4 / 27) / 5, abs=0.01)
     full = ask(reader, asked)
     assert any(
@@ -194,7 +197,7 @@ def test_fewer_pages_give_a_smaller_attended_share(
 def test_quest_selects_the_pages_with_the_largest_bounds(
     reader: Reader, decoder: AnswerDecoder, asked: list[Question]
 ) -> None:
-    """By the paper's definition, one head after the other; few pages are a smaller share."""
+    """The pages are computed by the paper's definition, one head after the other."""
     generator = torch.Generator().manual_seed(5)
     q_HD, k_SHD, v_SHD = (torch.randn(*n, 8, generator=generator) for n in ((3,), (75, 3), (75, 3)))
     table_RP = torch.tensor([[6, 2, 5, 0, 3, 1]])
@@ -225,7 +228,7 @@ def test_refuses_malformed_page_selections(given: str) -> None:
 
 
 def test_gpu_yaml_serves_the_measured_method_and_page_selection() -> None:
-    """Its defaults, with those of the shipped profile."""
+    """The defaults of gpu.yaml and of the shipped profile equal the measured case."""
     config, layers = load(ROOT / "deploy" / "config" / "gpu.yaml"), 30
     rows = json.loads((RESULTS / "accuracy_h200.json").read_text())["rows"]
     measured = {row["case"]: row["method"] for row in rows}
@@ -239,7 +242,7 @@ def test_gpu_yaml_serves_the_measured_method_and_page_selection() -> None:
     assert config.decode.page_budget == PROFILED, "page selection is timed with another budget"
 
 
-def test_reader_gives_density_and_tail_logits_across_chunks(reader: Reader) -> None:
+def test_reader_returns_density_and_tail_rows_across_chunks(reader: Reader) -> None:
     document = ids(TOKENS, 1)
     with torch.inference_mode():
         whole = reader.read(document, "dense", 1024, tail=300)
@@ -266,7 +269,7 @@ def test_reader_gives_density_and_tail_logits_across_chunks(reader: Reader) -> N
 def test_short_context_logits_equal_token_by_token_prefill(
     reader: Reader, length: int, tail: int, context: int
 ) -> None:
-    """Token by token: each given the part's beginning, `context` tokens before it, and what follows."""
+    """Each token is predicted from the `context` tokens before its part, and the part's earlier tokens."""
     document, expected = ids(length, 3), []
     with torch.inference_mode():
         for at in range(length - tail + 1, length):
@@ -285,7 +288,7 @@ def test_key_tokens_gain_from_context_and_are_likely_with_it() -> None:
     assert key_tokens(long_A, short_A).tolist() == [True, False, False, True]
 
 
-def test_density_is_prefilled_with_the_profiles_thresholds(tmp_path: Path) -> None:
+def test_prefills_a_density_with_the_profiles_thresholds(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path)
     stack = whole_stack(directory)
     profiled = Reader(stack, 1024, make_profile(directory))

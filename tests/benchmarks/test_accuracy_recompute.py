@@ -1,4 +1,4 @@
-"""Questions over recomputed blocks against dense reading, and processes that share the documents."""
+"""Tests questions over recomputed blocks, and merging the results of several processes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def kept(reader: Reader) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("blocks", [[], [3], [1, 3, 5]])
-def test_kv_cache_is_restored_exactly_after_a_question(reader: Reader, blocks: list[int]) -> None:
-    """Blocks 1 and 2 see all before them anyway: a sink and a window of a block."""
+def test_restores_the_kv_cache_exactly_after_recomputation(reader: Reader, blocks: list[int]) -> None:
+    """Recomputing blocks 1 and 2 changes nothing: sink and window already cover all tokens before them."""
     read(reader, SPARSE, len(DOCUMENT) - 7 if 5 not in blocks else len(DOCUMENT))
     before = kept(reader)
     with pytest.raises(ZeroDivisionError), torch.inference_mode(), reader.recomputed(blocks):
@@ -69,7 +69,7 @@ def test_kv_cache_is_restored_exactly_after_a_question(reader: Reader, blocks: l
     assert torch.equal(kept(reader), before)
 
 
-def test_recomputing_all_blocks_equals_a_dense_document(reader: Reader) -> None:
+def test_recomputing_all_blocks_equals_dense_prefill(reader: Reader) -> None:
     read(reader, "dense")
     dense, dense_kv = ask(reader, QUESTIONS), kept(reader)
     read(reader, SPARSE)
@@ -82,7 +82,7 @@ def test_recomputing_all_blocks_equals_a_dense_document(reader: Reader) -> None:
 
 
 def test_recomputed_block_attends_densely_to_all_earlier_tokens(reader: Reader) -> None:
-    """The reference prefills on from there with dense attention."""
+    """The expected block comes from dense prefill that begins at the block."""
     read(reader, SPARSE)
     with torch.inference_mode():
         with reader.recomputed([4]):
@@ -92,7 +92,7 @@ def test_recomputed_block_attends_densely_to_all_earlier_tokens(reader: Reader) 
     torch.testing.assert_close(got[:, :, : 5 * BLOCK], expected, atol=2e-4, rtol=1e-4)
 
 
-def test_each_question_is_asked_over_its_own_blocks(reader: Reader) -> None:
+def test_asks_each_question_over_its_own_recomputed_blocks(reader: Reader) -> None:
     read(reader, SPARSE)
     before = kept(reader)
     answers, looked = ask_and_look(reader, QUESTIONS)
@@ -124,8 +124,9 @@ def test_chosen_blocks_do_not_depend_on_other_questions_in_the_batch(
     assert len({tuple(one.looks.most_attended(1)) for one in together}) > 1
 
 
-def test_only_prompt_rows_choose_blocks_to_recompute(reader: Reader) -> None:
-    """With another right answer a question looks at the same; and at what its last prompt rows do."""
+def test_answer_tokens_do_not_influence_which_blocks_are_recomputed(reader: Reader) -> None:
+    """A question with another right answer chooses the same blocks: those that its prompt's last rows attend
+    to."""
     read(reader, SPARSE)
     prompt, looks = tuple(ids(QUESTION_ROWS + 3, 5)), BlockAttention(reader.length)
     seen: dict[int, torch.Tensor] = {}
@@ -142,13 +143,13 @@ def test_only_prompt_rows_choose_blocks_to_recompute(reader: Reader) -> None:
         assert looks.most_attended(count) == other.looks.most_attended(count)
 
 
-def test_a_row_counts_the_tiles_and_the_time(reader: Reader) -> None:
+def test_recomputed_case_adds_tiles_and_time_to_the_methods(reader: Reader) -> None:
     read(reader, SPARSE, len(DOCUMENT) - 7)
     answers, looked = ask_and_look(reader, QUESTIONS)
     own = Outcome("streaming", "needles", 761, "a-0", 0.25, {}, ms=10.0, kl=0.5, kl_p95=1.0, perplexity=8.0)
     every = [Looked(one.looks, 1000.0) for one in looked]
     got = _recomputed(reader, QUESTIONS, every, 9, own)
-    # Whole blocks but the first: 1 to 4, of 6 in all.
+    # Blocks 1 to 4 are recomputed: not the first, and not the last, partial one.
     assert got.density == pytest.approx(0.25 + (2 + 3 + 4 + 5) / 21)
     assert got.ms is not None and got.recompute_ms is not None and got.recompute_ms > 1000.0
     assert got.ms == pytest.approx(10.0 + got.recompute_ms)
@@ -157,7 +158,7 @@ def test_a_row_counts_the_tiles_and_the_time(reader: Reader) -> None:
 
 
 def outcomes() -> list[Outcome]:
-    """The outcomes of one process: 5 documents of one length, 2 of another."""
+    """Make the outcomes of one process: 5 documents of one length, 2 of another."""
     rng, found = random.Random(4), list[Outcome]()
     for count, tokens in ((5, 4096), (2, 1024)):
         for task in ("needles", "prose"):
@@ -188,14 +189,14 @@ def test_merged_shards_equal_one_process(tmp_path: Path, capsys: pytest.CaptureF
     assert together.read_text() == alone.read_text()
 
 
-def test_outcomes_are_kept_document_by_document(tmp_path: Path) -> None:
+def test_appends_outcomes_document_by_document(tmp_path: Path) -> None:
     every, path = outcomes(), tmp_path / "outcomes.jsonl"
     append_outcomes(path, every[:6])
     append_outcomes(path, every[6:])
     assert read_outcomes(path) == every
 
 
-def test_refuses_shards_that_do_not_make_a_whole(tmp_path: Path) -> None:
+def test_refuses_incomplete_or_different_shards(tmp_path: Path) -> None:
     paths = [tmp_path / f"{shard}.json" for shard in range(2)]
     for shard, path in enumerate(paths):
         write_shard([], (shard, 2), {**ORIGIN, "commit": str(shard)}, path)

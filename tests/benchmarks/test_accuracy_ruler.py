@@ -1,4 +1,5 @@
-"""RULER's tasks: what is asked stands in the text exactly as claimed, within the length, by the seed."""
+"""Tests RULER's tasks: documents contain the facts that are asked for, have the given length, and depend on
+the seed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ WORDS: dict[str, int] = {}
 
 
 def encode_all(texts: Sequence[str]) -> list[list[int]]:
-    """A token for each run of letters, digit, or other character; a word keeps the space before it."""
+    """Make one token of each word with the space before it, of each digit, and of each other character."""
     pieces = (re.findall(r" ?[A-Za-z]+| ?\d|\s|[^\sA-Za-z\d]", text) for text in texts)
     return [[WORDS.setdefault(piece, len(WORDS)) for piece in found] for found in pieces]
 
@@ -37,12 +38,12 @@ def made(task: str, tokens: int = 4000, count: int = 3, seed: int = 0) -> Docume
 
 
 def golds(questions: Sequence[Question]) -> list[str]:
-    """Return the distinct ones, in order."""
+    """Return the distinct right answers, in order."""
     return list(dict.fromkeys(spelled(question.gold).strip() for question in questions))
 
 
 @pytest.mark.parametrize("task", ruler.TASKS)
-def test_documents_follow_length_seed_and_wording(task: str) -> None:
+def test_documents_have_the_given_length_and_depend_on_the_seed(task: str) -> None:
     documents = [made(task, seed=seed) for seed in range(12)]
     assert documents[0] == made(task)
     for document in documents:
@@ -60,7 +61,7 @@ def test_documents_follow_length_seed_and_wording(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", ruler.TASKS)
-def test_answers_are_asked_for_in_turn_and_any_that_is_left_counts(task: str) -> None:
+def test_asks_for_answers_in_turn_and_accepts_any_remaining_one(task: str) -> None:
     document = made(task)
     turns: dict[str, list[Question]] = {}
     for question in document.questions:
@@ -76,7 +77,7 @@ def test_answers_are_asked_for_in_turn_and_any_that_is_left_counts(task: str) ->
         assert len({question.prompt for question in each}) == 1
         said = "".join(f" {answer}," for answer in every[:turn])
         assert spelled(each[0].prompt).endswith(said) and not spelled(each[0].prompt).endswith(",,")
-    # By string match: two of the answers, in an order of their own, are two right ones.
+    # Two right answers in any order count as two, as with RULER's string match.
     answers = [
         Answered(-1.0, i in (1, len(every)), 0, -1.0) for i, _question in enumerate(document.questions)
     ]
@@ -103,7 +104,7 @@ def test_single_needle_appears_once(number: int) -> None:
     assert len(value) == (36 if number == 3 else 7)
 
 
-def test_many_keys_have_values_of_their_own() -> None:
+def test_each_of_many_keys_has_its_own_value() -> None:
     text_of = {name: made(f"ruler_multikey_{name}", count=4) for name in (1, 2, 3)}
     for name, document in text_of.items():
         text = spelled(document.ids)
@@ -130,7 +131,7 @@ def test_ruler_asks_for_all_values_of_a_key_and_all_keys() -> None:
     assert all(key in prompt for key in pairs)
 
 
-def test_variable_chain_passes_its_value_on() -> None:
+def test_every_variable_of_a_chain_has_the_same_value() -> None:
     document = made("ruler_variables")
     text = spelled(document.ids)
     value = document.questions[0].about.partition(" ")[0]
@@ -141,7 +142,7 @@ def test_variable_chain_passes_its_value_on() -> None:
     assert held == golds(document.questions) and len(held) == ruler.HOPS + 1
 
 
-def test_common_words_are_as_common_as_claimed() -> None:
+def test_common_words_occur_the_stated_number_of_times() -> None:
     document = made("ruler_common_words", 8000)
     lines = re.findall(r"\n(\d+)\. (\S+)", spelled(document.ids))
     assert [int(number) for number, _ in lines] == list(range(1, len(lines) + 1))

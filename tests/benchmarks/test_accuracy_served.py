@@ -1,4 +1,4 @@
-"""Answers through gRPC: what is asked of the client, and the rows that come of it."""
+"""Tests the accuracy benchmark through gRPC with a fake client: its requests and its rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ TIMINGS = Timings(2.0, {}, [], 2.0)
 
 
 class FakeClient:
-    """Right after dense prefill; after another, question 1 is wrong, and with selected pages 2 too."""
+    """A client whose answers are right after dense prefill. After other methods question 1 is wrong, and with
+    selected pages also question 2."""
 
     def __init__(self) -> None:
         self.read: list[tuple[str, dict[str, float]]] = []
@@ -84,7 +85,7 @@ class FakeClient:
         self.held.remove(session_id)
 
 
-def test_each_case_prefills_once_and_is_paired_with_the_first() -> None:
+def test_prefills_once_per_method_and_compares_with_the_first_case() -> None:
     client, found = FakeClient(), list[Answers]()
     for name in ("a", "b"):
         found += answers(client, name, Document([1] * 40, QUESTIONS), CASES, 2)  # type: ignore[arg-type]
@@ -106,7 +107,7 @@ def test_each_case_prefills_once_and_is_paired_with_the_first() -> None:
     assert row in table
 
 
-def test_known_answers_are_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skips_documents_in_the_outcomes_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes, result = tmp_path / "answers.jsonl", tmp_path / "result.json"
     found = [answers(FakeClient(), f"{n}", Document([1] * 40, QUESTIONS), CASES, 2) for n in range(2)]  # type: ignore[arg-type]
     for index, of_document in enumerate(found):
@@ -123,7 +124,7 @@ def test_known_answers_are_not_asked_again(tmp_path: Path, monkeypatch: pytest.M
         module.main()
 
 
-def test_task_failed_by_the_baseline_has_no_score() -> None:
+def test_gives_no_score_if_the_baseline_answers_nothing() -> None:
     client = FakeClient()
     wrong = [Question("q", (5, 7), (9, 9))]
     found = answers(client, "a", Document([1] * 40, wrong), CASES, 1)  # type: ignore[arg-type]
@@ -131,8 +132,8 @@ def test_task_failed_by_the_baseline_has_no_score() -> None:
     assert table.count("| 0 of 1 | – | 0, 0; 1 |") == 3
 
 
-def test_each_prompt_is_asked_once_and_any_right_answer_counts() -> None:
-    """RULER's questions have several answers; the longest decides how many tokens come."""
+def test_asks_each_prompt_once_and_accepts_any_right_answer() -> None:
+    """RULER's questions have several right answers. The longest one sets the number of tokens."""
     client = FakeClient()
     questions = [Question("both 1", (5, 7), gold) for gold in ((9, 9), (5,), (5, 6))]
     questions += [Question("both 2", (6, 7), (6, 1)), Question("both 2", (6, 7), (7, 7))]

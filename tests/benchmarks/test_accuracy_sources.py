@@ -1,4 +1,4 @@
-"""Texts of packages' sources."""
+"""Tests the texts made from packages' sources and from plays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from deltafront.benchmarks.accuracy import sources
 from deltafront.benchmarks.accuracy.sources import FAR, LEFT_OUT, PACKAGES, files_of, main, plays_of, text_of
 
 
-def test_text_holds_a_packages_source_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_the_source_files_of_a_package_as_one_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main([str(tmp_path), "--packages", "packaging", "rich"])
     told = capsys.readouterr().out
     for name in ("packaging", "rich"):
@@ -23,13 +25,13 @@ def test_text_holds_a_packages_source_files(tmp_path: Path, capsys: pytest.Captu
     assert not any(LEFT_OUT.search(path.name) for path in files_of("rich"))
 
 
-def test_packages_exclude_known_texts_and_missing_ones_are_named(tmp_path: Path) -> None:
+def test_default_packages_exclude_texts_used_before(tmp_path: Path) -> None:
     assert not {"sympy", "torch"} & {name.lower() for name in PACKAGES} and len(PACKAGES) > 20
     with pytest.raises(SystemExit, match="no-such-package is not installed"):
         main([str(tmp_path), "--packages", "no-such-package"])
 
 
-def test_far_texts_use_two_packages_of_no_other_text(
+def test_far_joins_two_packages_that_no_other_text_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(FAR) == len(set(FAR)) == 40

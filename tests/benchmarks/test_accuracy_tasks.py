@@ -1,4 +1,4 @@
-"""Documents of the accuracy harness: their length, what is in them, and that seeds decide."""
+"""Tests the documents of the accuracy benchmark: their length, content and dependence on the seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ WORDS: dict[str, int] = {}
 
 
 def encode_all(texts: Sequence[str]) -> list[list[int]]:
-    """A token a character, except that a word keeps the space before it, as byte-pair tokenizers do."""
+    """Make one token of each word with the space before it, like byte-pair tokenizers, and of each other
+    character.
+    """
     found = []
     for text in texts:
         words = [" " + word for word in text.split(" ")]
@@ -45,14 +47,14 @@ def made(task: str, tokens: int, count: int, seed: int = 0) -> Document:
 
 
 @pytest.mark.parametrize("task", ["needles", "values", "chains", "prose"])
-def test_documents_have_the_requested_length_and_follow_the_seed(task: str) -> None:
+def test_documents_have_the_given_length_and_depend_on_the_seed(task: str) -> None:
     first, again, other = made(task, 1000, 5), made(task, 1000, 5), made(task, 1000, 5, seed=1)
     assert len(first.ids) == 1000
     assert first == again
     assert first.ids != other.ids
 
 
-def test_every_needle_is_hidden_and_asked_for() -> None:
+def test_hides_every_needle_and_asks_for_it() -> None:
     document = made("needles", 1500, 60)
     text = decoded(document.ids)
     assert len({question.about for question in document.questions}) == 60
@@ -62,7 +64,7 @@ def test_every_needle_is_hidden_and_asked_for() -> None:
         assert decoded(question.prompt).endswith("mentioned in the provided text is")
 
 
-def test_values_have_several_right_answers() -> None:
+def test_asks_for_several_values_of_one_key() -> None:
     document = made("values", 1000, 3)
     text = decoded(document.ids)
     assert len(document.questions) == 3 * VALUES
@@ -89,14 +91,14 @@ def test_haystack_documents_contain_only_needles() -> None:
     assert len(document.questions) == 20
 
 
-def test_too_short_texts_and_too_many_facts_are_refused() -> None:
+def test_refuses_too_short_texts_and_too_many_facts() -> None:
     with pytest.raises(ValueError, match="too short"):
         made("prose", 100_000, 0)
     with pytest.raises(ValueError, match="60 facts take"):
         made("needles", 100, 60)
 
 
-def test_a_tokenizer_that_joins_question_and_answer_is_refused() -> None:
+def test_refuses_tokenizers_that_join_question_and_answer() -> None:
     joined = SpelledText(PROSE, lambda texts: [[hash(text) % 997] for text in texts], spell)
     with pytest.raises(ValueError, match="joins"):
         TASKS["needles"](random.Random(0), 300, 2, joined)
@@ -113,8 +115,8 @@ def test_needle_keys_are_unique_and_stable_across_versions() -> None:
         hay.make_needles(10_405, 1)
 
 
-def test_copy_questions_repeat_text_from_far_before_only() -> None:
-    """By brute force, on ids that repeat themselves."""
+def test_copy_questions_repeat_only_distant_text() -> None:
+    """The expected copies are found by brute force, on ids with many repetitions."""
     rng = random.Random(4)
     phrases = [[rng.randrange(50) for _ in range(9)] for _ in range(30)]
     found = 0
@@ -140,7 +142,7 @@ def test_copy_questions_repeat_text_from_far_before_only() -> None:
     assert found > 40
 
 
-def test_question_of_a_copy_is_the_text_before_it() -> None:
+def test_a_copy_question_ends_with_the_tokens_before_the_copy() -> None:
     sentences = "".join(
         f" The {i % 90} men of house {i % 90} went to town {i % 90} that day." for i in range(260)
     )
@@ -153,7 +155,7 @@ def test_question_of_a_copy_is_the_text_before_it() -> None:
         assert any(document.ids[a : a + len(said)] == said for a in range(2500 - NEAR))
 
 
-def test_name_questions_ask_for_multi_token_names_from_far_before() -> None:
+def test_name_questions_ask_for_distant_names_of_several_tokens() -> None:
     far = [" said", " Othel", "lo", " and", " Yor", "ick", " and", " Iago", ".", "Cass", "io", " Yonder"]
     near, filler = [" Yor", "ick"], [" so"] * NEAR
     behind = ["\n", "Othel", "lo", " to", " Othel", "lo", " Iago", " Cass", "io", " Yor", "ick"]
@@ -161,13 +163,13 @@ def test_name_questions_ask_for_multi_token_names_from_far_before() -> None:
     spelled = [*far, *filler[: NEAR - len(near)], *near, *behind]
     tokens = len(far) + NEAR
     found = ["".join(spelled[a:b]) for a, b in named(spelled, tokens)]
-    # Iago is one token, Yorick was said near, Othello's second time is near, Yonder stands in lower case.
+    # Not asked for: Iago (one token), Yorick and the second Othello (near), Yonder (also in lower case).
     assert found == ["Othello", " Cassio"]
 
 
-def test_a_names_question_ends_with_its_first_token() -> None:
+def test_a_name_question_ends_with_the_names_first_token() -> None:
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        """Words in halves, as rare ones are."""
+        """Split each word into two tokens, like rare words."""
         found = []
         for text in texts:
             words = [" " + word for word in text.split(" ")]
@@ -178,7 +180,7 @@ def test_a_names_question_ends_with_its_first_token() -> None:
 
     people = [f"{chr(65 + i)}{chr(97 + j)}mund" for i in range(26) for j in range(26)]
     order = random.Random(1)
-    # Each name returns after about as many sentences as there are names, so most are far away.
+    # Each name occurs twice, about 500 sentences apart, so most names are distant.
     said = [*order.sample(people, 500), *order.sample(people, 500)]
     text = SpelledText("".join(f" There came {name} today." for name in said), encode, spell)
     document = TASKS["names"](random.Random(2), 3600, 6, text)

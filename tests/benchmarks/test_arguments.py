@@ -1,4 +1,4 @@
-"""Command lines: errors are reported before anything is measured, and results are kept."""
+"""Tests the benchmarks' command lines: they report errors before measuring, and keep results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def given(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         ("--shard", "one", "no shard 'one'"),
     ],
 )
-def test_arguments_of_accuracy_are_refused_with_a_reason(
+def test_accuracy_refuses_bad_arguments_with_a_reason(
     name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given(monkeypatch, name, value)
@@ -76,7 +76,7 @@ def test_refuses_a_gate_on_a_case_that_is_not_run(
     assert "--gate: no case 'dpxa', but dense, dpxa_default, " in capsys.readouterr().err
 
 
-def test_method_options_are_taken_from_the_command_line() -> None:
+def test_reads_method_options_from_the_command_line() -> None:
     assert split_method("dense") == ("dense", {})
     assert split_method("dpxa:tau=0.9,k_anchors=16") == ("dpxa", {"tau": 0.9, "k_anchors": 16.0})
 
@@ -111,7 +111,7 @@ def test_refuses_an_unknown_kernel_case(
 
 
 @pytest.mark.parametrize(("cuda", "told"), [(False, "needs a CUDA device\n"), (True, "needs FlashInfer: ")])
-def test_kernels_beside_flashinfer_say_what_is_missing(
+def test_flashinfer_comparison_says_what_is_missing(
     cuda: bool, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
@@ -123,7 +123,7 @@ def test_kernels_beside_flashinfer_say_what_is_missing(
 
 
 @pytest.mark.parametrize("some", [("--only", "dense"), ("--modules", "cases_decode")])
-def test_partial_kernel_run_keeps_the_full_table(
+def test_partial_kernel_runs_must_name_another_output_file(
     some: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given(monkeypatch, *some)
@@ -132,7 +132,7 @@ def test_partial_kernel_run_keeps_the_full_table(
     assert "--out is needed" in capsys.readouterr().err
 
 
-def test_names_outdated_documents(
+def test_check_reports_documents_with_outdated_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = tmp_path / "old.md"

@@ -1,4 +1,4 @@
-"""The engine's benchmark: the parts that need no service."""
+"""Tests the parts of the engine benchmark that need no service."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_workers_load_the_written_model_directory(tmp_path: Path, shape: ModelCo
 
 
 @pytest.mark.parametrize("shape", [SHAPE, MIXED], ids=lambda shape: shape.architecture)
-def test_fp8_files_hold_the_quantised_16_bit_weights(tmp_path: Path, shape: ModelConfig) -> None:
+def test_fp8_files_contain_the_quantised_16_bit_weights(tmp_path: Path, shape: ModelConfig) -> None:
     sources = []
     for fp8_files in (False, True):
         write_model(tmp_path / str(fp8_files), shape, torch.device("cpu"), fp8_files=fp8_files)
@@ -142,12 +142,12 @@ def test_written_configuration_is_accepted_by_the_service(tmp_path: Path) -> Non
         parse(replace(setup, more={"model.nonsense": 1}).content())
 
 
-def test_delta_layers_are_four_between_the_full_ones_and_the_last() -> None:
+def test_chooses_four_delta_layers_spread_over_the_depth() -> None:
     assert delta_layers(32) == [5, 13, 20, 28]
     assert all(2 <= layer < layers for layers in (4, 6, 80) for layer in delta_layers(layers))
 
 
-def test_arguments_give_setup_and_options(tmp_path: Path) -> None:
+def test_command_line_sets_configuration_and_method_options(tmp_path: Path) -> None:
     given = [
         "--shape",
         "tiny",
@@ -182,7 +182,7 @@ def test_arguments_give_setup_and_options(tmp_path: Path) -> None:
 
 
 class FakeClient:
-    """Answers at once, and has computed as many tokens again as it is told."""
+    """A client that answers at once and reports `recomputed_tokens` recomputed tokens."""
 
     def __init__(self, recomputed_tokens: int) -> None:
         self.recomputed_tokens, self.asked = recomputed_tokens, list[dict[str, Any]]()
@@ -196,7 +196,7 @@ class FakeClient:
         )
 
 
-def test_question_after_a_prompt_recomputes_blocks() -> None:
+def test_asks_for_recomputed_blocks_with_a_question() -> None:
     client = FakeClient(8 * 128)
     measure.first_token(client, [1, 2], "dpxa", {"share": 0.5}, 8)  # type: ignore[arg-type]
     (asked,) = client.asked
@@ -206,22 +206,22 @@ def test_question_after_a_prompt_recomputes_blocks() -> None:
         measure.first_token(client, [1, 2], "dpxa", {}, 0)  # type: ignore[arg-type]
 
 
-def test_a_prompt_alone_has_no_question() -> None:
+def test_sends_no_question_without_recomputed_blocks() -> None:
     client = FakeClient(0)
     measure.first_token(client, [1, 2], "dense", {})  # type: ignore[arg-type]
     assert not {"append", "recompute_blocks"} & set(client.asked[0])
 
 
-def test_tokens_count_only_while_all_streams_run() -> None:
+def test_times_tokens_only_while_all_streams_run() -> None:
     first, late = [float(n) for n in range(20)], [n + 4.5 for n in range(10)]
     assert measure.spans_together([first]) == [8.0] * 12
-    assert measure.spans_together([first, late]) == [8.0] * 3  # from 5 and from 4.5, 5.5
+    assert measure.spans_together([first, late]) == [8.0] * 3  # from seconds 5, 4.5 and 5.5
     assert measure.spans_together([first[:5], late]) == []
     in_pairs = [2.0 * (n // 2) for n in range(20)]
     assert set(measure.spans_together([in_pairs])) == {8.0}
 
 
-def test_compilations_are_summed_over_workers() -> None:
+def test_adds_up_compilations_of_all_workers() -> None:
     text = """# TYPE deltafront_kernel_compilations gauge
 deltafront_kernel_compilations{phase="warm_up",worker="decode:1"} 40.0
 deltafront_kernel_compilations{phase="serving",worker="decode:1"} 2.0
@@ -244,7 +244,7 @@ def test_compares_groups_with_the_same_number_of_stages(tmp_path: Path) -> None:
     assert found == {"groups_2_over_1_dpxa": 1.96}
 
 
-def test_one_copy_and_8_bit_runs_get_separate_rows(tmp_path: Path) -> None:
+def test_mapped_and_int8_runs_get_separate_rows(tmp_path: Path) -> None:
     one = {**rows.row("memory", 68.4, "GiB", tokens=1024), "decode_gpu": "last"}
     found = rows.merge_into(
         tmp_path / "r.json",
@@ -259,7 +259,7 @@ def test_one_copy_and_8_bit_runs_get_separate_rows(tmp_path: Path) -> None:
     ]
 
 
-def test_rows_of_several_runs_fill_one_file(tmp_path: Path) -> None:
+def test_merges_rows_of_several_runs_into_one_file(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     one = ttft(
         "ttft_dpxa", 4.0, **{"prefill.projection": 3.3, "handoff_exposed": 0.1, "prefill.handoff": 0.1}
@@ -288,7 +288,7 @@ def test_rows_of_several_runs_fill_one_file(tmp_path: Path) -> None:
     assert "| ttft_dpxa | 1024 | 2 | 0.500 | 2.5 s |" in table
 
 
-def test_delta_over_full_comes_from_the_batch() -> None:
+def test_derives_full_over_delta_from_batched_decode() -> None:
     made = [
         rows.row(f"batch4_token_{name}", ms, "ms", tokens=512)
         for name, ms in (("full", 20.0), ("delta", 8.0))
@@ -297,7 +297,7 @@ def test_delta_over_full_comes_from_the_batch() -> None:
     assert [row["value"] for row in whole["rows"] if row["case"] == "batch4_full_over_delta"] == [2.5]
 
 
-def test_int8_kv_rows_are_compared_with_16_bit_rows() -> None:
+def test_derives_the_ratio_of_int8_kv_to_16_bits() -> None:
     for case, alone in (("batch4_token_full", {}), ("batch4_token_full_fp8", {"decode_gpu": "alone"})):
         made = [{**rows.row(case, 20.0, "ms", tokens=512), **alone}]
         made.append({**rows.row(case, 11.0, "ms", tokens=512), **alone, "kv_dtype": "int8"})
@@ -309,7 +309,7 @@ def test_int8_kv_rows_are_compared_with_16_bit_rows() -> None:
         assert "K/V int8" in tables.engine(whole)
 
 
-def test_run_in_8_bits_only_has_no_comparison() -> None:
+def test_derives_no_ratio_without_a_16_bit_row() -> None:
     one = {**rows.row("token_full_fp8", 14.0, "ms", tokens=512), "kv_dtype": "int8", "shape": "32b"}
     assert rows.merged(None, [one], "GPU", "abc")["rows"] == [one]
 
@@ -322,7 +322,7 @@ def test_counts_the_gemms_of_each_layer() -> None:
     assert products_s(SHAPE, 100, 64, torch.device("cpu"), torch.float32, repeats=1) > 0
 
 
-def test_experts_of_a_token_count_as_one_mlp() -> None:
+def test_counts_a_tokens_experts_as_one_mlp() -> None:
     router = MIXTURE.hidden * 4
     for shape in (MIXTURE, MIXED):
         macs = sum(out * width for out, width in matrices(shape))
@@ -344,8 +344,8 @@ def test_last_layer_runs_only_the_last_block_past_its_qkv() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 384])
-def test_attention_of_a_chunk_in_two_parts_is_exact(start: int) -> None:
-    """The peers' own kernels need a GPU; `peer_attention.check` compares them there."""
+def test_merges_attention_of_a_chunk_from_two_parts_exactly(start: int) -> None:
+    """`peer_attention.check` compares the peers' kernels, which need a GPU."""
     whole = random_input(512, q_heads=4, kv_heads=2, seed=5)
     x = AttentionInput.of(whole.q_BHTD[:, :, start:], whole.k_BGSD, whole.v_BGSD, q_start=start)
 

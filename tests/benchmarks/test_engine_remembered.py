@@ -1,4 +1,4 @@
-"""The engine benchmark's rows of prompts that are remembered, on the GPU or below it."""
+"""Tests the engine benchmark's rows of prefix cache hits on the GPU, in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deltafront.workers.messages.events import FinishReason, Usage
 
 
 class Remembering:
-    """A client of a service that finds the longest beginning it has read; `forgets` none of it."""
+    """A client of a service with an unlimited prefix cache. forgets: The service has no prefix cache."""
 
     def __init__(self, forgets: bool = False) -> None:
         self.read: list[list[int]] = []
@@ -47,7 +47,7 @@ def made(tokens: int, seed: int) -> list[int]:
     return measure.random_ids(tokens, 199, seed)
 
 
-def test_prefix_cache_rows_build_on_the_prompt_prefilled_before() -> None:
+def test_prefix_cache_rows_measure_prompts_with_a_hit() -> None:
     client: Any = Remembering()
     one = cached.question_again(client, made, 1024, 3, {}, 1)
     assert (one["case"], one["tokens"], one["value"]) == ("ttft_cached_gpu", 1024, 0.016)
@@ -58,20 +58,20 @@ def test_prefix_cache_rows_build_on_the_prompt_prefilled_before() -> None:
     assert len(client.read) == 4 + 6 + cached.TURNS
 
 
-def test_service_without_a_prefix_cache_gives_no_cached_row() -> None:
+def test_refuses_a_cached_row_without_a_prefix_cache_hit() -> None:
     client: Any = Remembering(forgets=True)
     with pytest.raises(RuntimeError, match="ttft_cached_gpu: only"):
         cached.question_again(client, made, 1024, 3, {}, 1)
 
 
-def test_tier_row_counts_the_tokens_that_came_from_the_tier() -> None:
+def test_refuses_a_host_row_without_tokens_from_host_memory() -> None:
     client: Any = Remembering()
     results = [measure.first_token(client, made(1024, 1), "dpxa", {}) for _ in range(2)]
     with pytest.raises(RuntimeError, match=r"ttft_cached_host: only \[0, 0\] tokens"):
         cached.cached_row("ttft_cached_host", results, 1024, 1, 512, "host_tokens")
 
 
-def test_tier_pages_come_from_the_metrics() -> None:
+def test_reads_the_pages_of_each_tier_from_metrics() -> None:
     text = """# TYPE deltafront_kv_tier_pages gauge
 deltafront_kv_tier_pages{model_name="m",tier="host",worker="decode:a"} 12.0
 deltafront_kv_tier_pages{model_name="m",tier="disk",worker="decode:a"} 7.0
@@ -80,7 +80,7 @@ deltafront_kv_tier_pages{model_name="m",tier="host",worker="decode:b"} 3.0
     assert (tiers.tier_pages(text, "host"), tiers.tier_pages(text, "disk")) == (15.0, 7.0)
 
 
-def test_plain_read_reads_files_that_left_the_page_cache(tmp_path: Path) -> None:
+def test_plain_read_reads_all_files_and_names_missing_ones(tmp_path: Path) -> None:
     files = [tmp_path / f"{n}.safetensors" for n in range(3)]
     for path in files:
         path.write_bytes(bytes(100_000))

@@ -1,4 +1,4 @@
-"""The benchmark harness: checks before times, ratios against earlier rows, the JSON's keys."""
+"""Tests the kernel benchmark: it checks before timing, computes ratios, and keeps finished rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltafront.benchmarks.harness import BenchConfig, Case, Row, Timed, run_cas
 CONFIG = BenchConfig(device=torch.device("cpu"))
 
 
-def test_checks_run_once_and_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_each_check_once_before_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     times = iter([8.0, 2.0])
     monkeypatch.setattr(harness, "median_ms", lambda run: (seen.append("timed"), next(times))[1])
@@ -37,7 +37,7 @@ def test_checks_run_once_and_before_anything_is_timed(monkeypatch: pytest.Monkey
     ]
 
 
-def test_nothing_is_timed_when_a_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_nothing_if_a_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "median_ms", lambda run: pytest.fail("timed a wrong kernel"))
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""README's tables and chart: what may stand beside what."""
+"""Tests which measurements README's tables and chart compare."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def lines() -> list[headline.Line]:
     return headline.lines(*map(results, TABLES["headline"][1]))
 
 
-def test_refuses_a_ratio_of_times_of_two_commits() -> None:
+def test_gives_no_ratio_for_times_of_different_commits() -> None:
     ours, other = ({"value": value, "unit": "s"} for value in (2.0, 3.0))
     assert headline._timed("a", ours, (other, "dense"))[2:] == ("3 s (dense)", "1.50 ×")
     _, _, beside, ratio = headline._timed("a", ours, ({**other, "commit": "old"}, "dense"))
     assert (beside, ratio) == ("3 s (dense, another commit)", "")
 
 
-def test_first_token_is_compared_with_vllm_of_the_same_run(lines: list[headline.Line]) -> None:
+def test_compares_ttft_with_vllms_of_the_same_commit(lines: list[headline.Line]) -> None:
     (asked,) = (line for line in lines if "recomputed blocks" in line[0])
     of = headline.times(results("engine_h200"))
     ours, theirs = of["mapped ttft_dpxa_recompute_8"], of["vllm_ttft_dense"]
@@ -38,7 +38,7 @@ def test_first_token_is_compared_with_vllm_of_the_same_run(lines: list[headline.
     assert asked[3] == f"{theirs['value'] / ours['value']:.2f} ×"
 
 
-def test_several_gpus_are_compared_with_dense_of_the_same_run(lines: list[headline.Line]) -> None:
+def test_compares_several_gpus_with_dense_on_the_same_gpus(lines: list[headline.Line]) -> None:
     (several,) = (line for line in lines if f"{headline.LONGEST:,} tokens" in line[0])
     of = {
         row["case"]: row["value"]
@@ -52,7 +52,7 @@ def test_several_gpus_are_compared_with_dense_of_the_same_run(lines: list[headli
     )
 
 
-def test_embedded_models_answers_begin_with_untuned_documents() -> None:
+def test_accuracy_table_begins_with_untuned_documents() -> None:
     first, *others = embedded(*map(results, EMBEDDED)).splitlines()[2:]
     assert "nothing was tuned on" in first
     assert any("set A" in line for line in others) and any("set B" in line for line in others)

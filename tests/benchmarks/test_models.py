@@ -1,4 +1,4 @@
-"""Public models by the numbers of their config.json: their sizes are right, or they are refused as stated."""
+"""Tests public models by the numbers of their config.json: sizes and refusals are as stated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods that a reader compiles before its first document."""
+"""Tests which methods a reader compiles before its first document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laboratory: prompts, answers and statistics, on a tiny model with random weights."""
+"""Tests prompts, answers and statistics of `benchmarks.lab`, on a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def ids_of(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(1, 60) for _ in range(count))
 
 
-def test_a_sample_ends_in_one_question_whose_answers_are_hidden_in_it() -> None:
+def test_a_sample_ends_in_one_question_and_contains_its_answers() -> None:
     tasks = ["single_2", "multikey_1", "multikey_2", "multivalue", "multiquery", "variables"]
     made = samples(tasks, 2, 4000, {"prose": TEXT}, _decode, seed=3)
     assert [sample.task for sample in made] == [task for task in tasks for _ in range(2)]
     for sample in made:
         text = _decode(sample.ids)
-        assert 3500 < len(sample.ids) <= 4000 + 256  # bytes, of which questions have more than tokens
+        assert 3500 < len(sample.ids) <= 4000 + 256  # ids are bytes, so questions exceed their reserve
         assert len(sample.answers) == {"multivalue": 4, "multiquery": 4, "variables": 5}.get(sample.task, 1)
         assert all(answer in text for answer in sample.answers)
         assert sample.score(" ".join(sample.answers)) == 1.0 and sample.score("none") == 0.0
@@ -79,9 +79,9 @@ def test_batched_answers_equal_answers_one_by_one(stack: LayerStack, case: str) 
             assert answer.said == decode(said)
 
 
-def test_end_prefilled_again_attends_densely_to_the_prompt(stack: LayerStack) -> None:
-    """After dense reading nothing changes; after sparse reading, with every block computed again, it is as if
-    all had been dense."""
+def test_prefills_the_prompts_end_again_densely(stack: LayerStack) -> None:
+    """After dense prefill the result does not change. After sparse prefill with all blocks recomputed it
+    equals that of dense prefill."""
     ids, reader = ids_of(900), Reader(stack, 900)
     with torch.inference_mode():
         dense = reader.read(ids, "dense", 256)
@@ -95,7 +95,7 @@ def test_end_prefilled_again_attends_densely_to_the_prompt(stack: LayerStack) ->
         assert not torch.allclose(sparse.tail_TC, dense.tail_TC, rtol=1e-3, atol=1e-3)
 
 
-def test_samples_read_once_are_answered_for_each_number_of_blocks(stack: LayerStack) -> None:
+def test_answers_one_prefill_with_each_number_of_recomputed_blocks(stack: LayerStack) -> None:
     prompts, decode = [Sample("any", "0", ids_of(700), ("never",))], lambda ids: ",".join(map(str, ids))
     method, together = "streaming:min_tokens=0,window=128", Together(stack, 1, 720)
     (none,), (two,), (all_blocks,) = together.answers(method, [0, 2, 9], prompts, 256, 9, decode)
@@ -106,7 +106,7 @@ def test_samples_read_once_are_answered_for_each_number_of_blocks(stack: LayerSt
     assert len({none.logp, two.logp, all_blocks.logp}) == 3
 
 
-def test_log_probability_is_that_of_dense_attentions_answer(stack: LayerStack) -> None:
+def test_measures_log_probability_of_dense_attentions_answer(stack: LayerStack) -> None:
     prompts, decode = [Sample("any", "0", ids_of(700), ("never",))], lambda ids: ",".join(map(str, ids))
     together, reader, expected = Together(stack, 1, 720), Reader(stack, 720), list[float]()
     ((dense,),) = together.answers("dense", [0], prompts, 256, 9, decode)
@@ -134,7 +134,7 @@ def test_result_row_counts_lost_and_won_answers() -> None:
 
 
 def test_intervals_follow_students_t_and_cover_the_true_ratio() -> None:
-    for degrees, expected in ((10, 2.2281), (30, 2.0423), (179, 1.9733)):  # tables of t, 0.975
+    for degrees, expected in ((10, 2.2281), (30, 2.0423), (179, 1.9733)):  # published 0.975 quantiles
         assert t_quantile(0.975, degrees) == pytest.approx(expected, abs=0.003)
     rng = random.Random(0)
     inside = 0

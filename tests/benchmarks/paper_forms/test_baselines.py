@@ -1,4 +1,4 @@
-"""MInference's block-sparse heads and SpargeAttn against their definitions."""
+"""Tests MInference's block-sparse pattern and SpargeAttn against oracles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ load("deltafront.benchmarks.paper_forms.methods")
 
 
 def some_alike(tokens: int = 1100) -> AttentionInput:
-    """Some blocks of keys and of queries hold rows that are alike, others not."""
+    """Make an input in which some blocks of keys and queries have similar rows."""
     x = random_input(tokens, q_heads=2, kv_heads=1, head_dim=16)
     for rows, seed in ((x.q_BHTD, 1), (x.k_BGSD, 2)):
         generator = torch.Generator().manual_seed(seed)
@@ -32,7 +32,7 @@ def some_alike(tokens: int = 1100) -> AttentionInput:
 
 
 @pytest.mark.parametrize("tau", [0.3, 0.8, 0.97])
-def test_sparge_equals_the_definition(tau: float) -> None:
+def test_sparge_equals_the_oracle(tau: float) -> None:
     x = some_alike()
     for part in (x, chunk_of(x, 512, 1100)):
         selector = SpargeSelector(SpargeOptions(tau=tau, theta=0.4))
@@ -42,12 +42,12 @@ def test_sparge_equals_the_definition(tau: float) -> None:
     assert 0 < sum(map(len, found)) < sum(n + 1 for n in range(4, 9)) * 2
 
 
-def test_mass_is_kept_up_to_tau_and_no_further() -> None:
+def test_sparge_keeps_mass_up_to_tau_but_at_least_one_tile() -> None:
     mass = torch.tensor([[[[0.5, 0.1, 0.3, 0.1], [0.9, 0.05, 0.05, 0.0]]]])
     assert top_mass(mass, 0.85).tolist() == [[[[True, False, True, False], [True, False, False, False]]]]
 
 
-def test_block_sparse_heads_keep_the_best_blocks() -> None:
+def test_minference_keeps_the_blocks_with_the_best_means() -> None:
     x = structured_input(1300, q_heads=2, kv_heads=1, head_dim=16)
     selector = BlockTopSelector(BlockTopOptions(top=3))
     found = iter(tiles(selector.select(x, selector.new_state(spec_of(x)), no_phase)))

@@ -1,4 +1,4 @@
-"""Delta-KV in the thesis's phases, and with periodic and random anchors, against its definition."""
+"""Tests Delta-KV in two phases, with similar, periodic and random anchors, against the oracle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backend_of(name: str, **options: float):  # type: ignore[no-untyped-def]
 
 
 def sample(tokens: int = 700, **changes: int) -> AttentionInput:
-    """Every two or three neighbouring keys alike, and the last one seen by one row more than a block."""
+    """Make an input in which every two or three consecutive keys are similar."""
     x = random_input(tokens, q_heads=1, kv_heads=1, head_dim=16, **changes)
     leader = torch.arange(tokens) * 2 // 5 * 5 // 2
     x.k_BGSD.copy_(0.95 * x.k_BGSD[:, :, leader] + 0.2 * x.k_BGSD)
@@ -63,7 +63,7 @@ OF_NAME: Mapping[str, Mapping[str, float]] = {
 
 @pytest.mark.parametrize("phases", PHASES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_each_step_equals_the_definition(name: str, phases: dict[str, float]) -> None:
+def test_delta_kv_in_phases_equals_the_oracle(name: str, phases: dict[str, float]) -> None:
     x = sample()
     backend = backend_of(name, **OF_NAME[name], **phases)
     state = backend.new_state(spec_of(x))
@@ -86,8 +86,8 @@ def test_distance_option_groups_keys_by_euclidean_distance() -> None:
 
 @pytest.mark.parametrize("diagonal", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
-def test_chunked_prefill_equals_the_whole_prompt(name: str, diagonal: int) -> None:
-    """With a state of its own for each: the service may resume a prompt with it."""
+def test_prefill_in_chunks_with_new_states_equals_the_whole_prompt(name: str, diagonal: int) -> None:
+    """Each chunk gets a new state, as when the service resumes a prompt."""
     x = random_input(900, q_heads=4, kv_heads=2, head_dim=16, batch=2)
     spec = method_spec(name, {**OF_NAME[name], "diagonal": diagonal, "min_tokens": 0})
     assert resume_step(spec) == BLOCK
@@ -102,7 +102,7 @@ def test_chunked_prefill_equals_the_whole_prompt(name: str, diagonal: int) -> No
     assert tiles == pytest.approx(float(covered.computed))
 
 
-def test_packing_runs_of_equal_keys_is_exact() -> None:
+def test_packing_identical_keys_does_not_change_attention() -> None:
     x = sample()
     leader = torch.arange(700) // 4 * 4
     for kv in (x.k_BGSD, x.v_BGSD):
@@ -116,13 +116,13 @@ def test_packing_runs_of_equal_keys_is_exact() -> None:
             assert_rows_close(loose.attend(x, None, loose.new_state(spec_of(x)), no_phase), found)
 
 
-def test_tiles_count_packed_and_exact_keys() -> None:
+def test_computed_tiles_count_packed_and_exact_keys() -> None:
     x = sample(640)
     backend = backend_of("delta_kv_periodic", every=4, block=64)
     state = backend.new_state(spec_of(x))
     backend.attend(x, None, state, no_phase)
     expected = 0.0
-    for n in range(5):  # 32 anchors a block, 64 of them safe together once their last key is before the block
+    for n in range(5):  # a block has 32 anchors; a packed block of 64 is safe if its keys are before block n
         safe = n * 32 // 64 * 64
         expected += (safe + (n + 1) * BLOCK - 4 * safe) / BLOCK
     assert float(backend.computed_tiles(x, None, state)) == pytest.approx(expected)

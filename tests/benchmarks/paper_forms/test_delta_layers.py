@@ -1,4 +1,4 @@
-"""Δ-layers by the shift of attention, evenly spread and by chance."""
+"""Tests the choice of Δ-layers: by the shift of attention, periodic and random."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def test_layer_shift_is_one_minus_the_cosine_of_attention_maps(tmp_path: Path) -
     assert attention_shifts(stack, ids, positions).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_each_group_of_layers_gives_its_largest_shift() -> None:
+def test_chooses_the_layer_with_the_largest_shift_of_each_part() -> None:
     shift = [0.0, 0.9, 0.9, 0.1, 0.5, 0.2, 0.3, 0.1, 0.1, 0.4, 0.9]
     assert shifted_layers(shift, 1) == (2,)
     assert shifted_layers(shift, 2) == (2, 4)
-    assert shifted_layers(shift, 3) == (2, 4, 9)  # parts 3-5 and 6-9; the last layer is none
+    assert shifted_layers(shift, 3) == (2, 4, 9)  # from parts 3-5 and 6-9, without the last layer
     assert shifted_layers(shift, 8) == (2, 3, 4, 5, 6, 7, 8, 9)
 
 
 @pytest.mark.parametrize("layers", [11, 30])
-def test_layers_start_with_the_second_and_end_before_the_last(layers: int) -> None:
+def test_chosen_layers_begin_with_2_and_exclude_the_last(layers: int) -> None:
     shift = [random.Random(layers).random() for _ in range(layers)]
     for count in range(1, layers - 2):
         for found in (
@@ -71,7 +71,7 @@ def test_layers_start_with_the_second_and_end_before_the_last(layers: int) -> No
     assert random_layers(30, 4, 1) == random_layers(30, 4, 1) != random_layers(30, 4, 2)
 
 
-def test_decode_accepts_the_found_layers_by_name() -> None:
+def test_parses_periodic_and_random_delta_layers() -> None:
     def plan(delta_layers: tuple[int, ...], recency: int):  # type: ignore[no-untyped-def]
         config = DecodeConfig(full_layers=(), delta_layers=delta_layers, page_budget=64, recency=recency)
         return plan_layers(config, 30)

@@ -1,4 +1,4 @@
-"""Smoothed differences of the Δ correction, against appendix J row by row."""
+"""Tests the Δ correction with smoothed differences against the oracle (Δ Attention, appendix J)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(x: AttentionInput, attention: Attention) -> tuple[torch.Tensor, float]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gamma", [1, 16, 48])
-def test_smooths_differences_as_in_the_paper(form: str, gamma: int) -> None:
+def test_smoothed_correction_equals_the_oracle(form: str, gamma: int) -> None:
     x = random_input(900, q_heads=4, kv_heads=2, head_dim=16)
     found, _ = read(x, method("streaming_smoothed", gamma=gamma, **FORMS[form]))
     sparse, _ = read(x, method("streaming"))
@@ -52,7 +52,7 @@ def test_smooths_differences_as_in_the_paper(form: str, gamma: int) -> None:
     assert_rows_close(found[:, :, tail:], dense[:, :, tail:])
 
 
-def test_without_smoothing_it_equals_delta_correction() -> None:
+def test_without_smoothing_equals_the_delta_correction() -> None:
     x = random_input(900, q_heads=4, kv_heads=2, head_dim=16)
     found, computed = read(x, method("streaming_smoothed", gamma=16))
     expected, tiles = read(x, method("streaming+delta", gamma=16))
@@ -73,7 +73,7 @@ def test_dense_tail_leaves_a_multiple_of_gamma_rows(tokens: int, first: int) -> 
     assert more - computed == pytest.approx(2 * sum(row // 128 + 1 for row in rows) / 128)
 
 
-def test_an_average_of_equal_differences_is_their_value() -> None:
+def test_filtering_equal_differences_does_not_change_them() -> None:
     difference_BHRD = torch.ones(1, 2, 5, 4)
     for numbers in ((0.5, 0.0, 0.0), (0.2, 0.05, 0.0035)):
         found = filtered(difference_BHRD, 8, 37, *numbers)

@@ -1,4 +1,4 @@
-"""DeltaXAttention's controls: all tiles packed, and tiles skipped at an equal budget."""
+"""Tests DeltaXAttention's controls: all tiles packed, and tiles skipped at an equal budget."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sample(tokens: int = 1100, **changes: Any):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("means", [0, 1])
-def test_packing_all_tiles_equals_the_definition(means: int) -> None:
+def test_packing_all_tiles_equals_the_oracle(means: int) -> None:
     x = sample(700)
     method = build(method_spec("delta_xattention_all_packed", {**OPTIONS, "means": means}))
     found, covered = method.attend(x, method.new_state(spec_of(x)))
@@ -58,8 +58,8 @@ def test_skipping_drops_each_rows_lowest_scored_tiles(saved: float) -> None:
         assert int(table[0, h].sum()) == every - min(int(saved), others)
 
 
-def test_skipping_drops_as_many_tiles_as_packing_saves() -> None:
-    """Within one tile of a head."""
+def test_tile_skipping_drops_the_number_of_tiles_that_packing_saves() -> None:
+    """The numbers differ by less than one tile per head."""
     x = sample(2048)
     packing = build(method_spec("delta_xattention", OPTIONS))
     _, packed = packing.attend(x, packing.new_state(spec_of(x)))

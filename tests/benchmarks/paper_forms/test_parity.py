@@ -1,4 +1,4 @@
-"""The comparison with the authors' code, as far as it goes without theirs."""
+"""Tests the parts of `parity` that do not need the papers' code."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_converts_a_tile_mask_to_kept_columns_per_row() -> None:
     assert rows_of(kept) == [{0, 2}, {2}, {0, 1, 2}, set()]
 
 
-def test_authors_rule_keeps_one_more_tile_than_ours() -> None:
-    """Against the authors' code as it was read, entry by entry."""
+def test_rule_of_xattentions_code_keeps_one_tile_more_than_ours() -> None:
+    """The expected tiles follow XAttention's published code, tile by tile."""
     x = structured_input(1024, q_heads=2, kv_heads=1, head_dim=16)
     theirs, mine = as_x_attention(x, 16, 0.9), ours(x, "xattention", stride=16, tau=0.9)
     assert len(theirs) == len(mine) == 16

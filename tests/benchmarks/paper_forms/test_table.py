@@ -1,4 +1,4 @@
-"""The table of the papers' forms at 130,500 tokens."""
+"""Tests the table of the papers' methods at 130,500 tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ for module in METHODS:
 
 
 def needles() -> list[dict[str, dict[str, Any]]]:
-    """By source and case."""
+    """Return the rows of the task `needles`: for each results file, rows by case."""
     sources = [json.loads((RESULTS / f"{name}.json").read_text()) for name in SOURCES]
     return [{row["case"]: row for row in of["rows"] if row["task"] == "needles"} for of in sources]
 
@@ -30,10 +30,10 @@ def test_table_rows_share_documents_and_questions() -> None:
     assert all(abs(one[name] - answered[0][name]) <= 1 for one in answered for name in one)
 
 
-def test_table_leaves_out_only_baselines() -> None:
+def test_table_shows_all_measured_cases_except_baselines() -> None:
     shown = {(source, case) for _, _, source, case in ROWS}
     left = {case for number, of in enumerate(needles()) for case in of if (number, case) not in shown}
-    assert left == {"dense", "streaming", "xattention:share=0.07"}  # the last two are in two files
+    assert left == {"dense", "streaming", "xattention:share=0.07"}  # the last two are shown from another file
 
 
 def test_table_times_are_relative_to_dense_attention_of_one_run() -> None:
@@ -47,12 +47,12 @@ def test_table_times_are_relative_to_dense_attention_of_one_run() -> None:
         assert time == ("left out" if case.startswith(NO_KERNELS) else f"{ratio:.2f}")
 
 
-def test_every_case_in_the_table_can_be_run() -> None:
+def test_every_case_in_the_table_is_a_known_method() -> None:
     assert all(known_method(CASES_TODAY.get(case, case)) for *_, case in ROWS)
 
 
 def test_benchmark_methods_register_under_the_benchmarks_package() -> None:
-    """Another process imports the module of a method's options, and tests of what is served leave it out."""
+    """Other processes import this module, and tests of the service's methods skip its methods."""
     for name, preset in PRESETS.items():
         parts = [part for part in (preset.selector, preset.backend) if isinstance(part, str)]
         if any(part.startswith("deltafront.benchmarks.") for part in parts):

@@ -1,4 +1,4 @@
-"""Thresholds by coverage and by the model's performance: against their definitions, on a tiny model."""
+"""Tests thresholds by coverage and by the model's performance against their definitions, on a tiny model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def made(seed: int, tokens: int) -> Document:
     return Document(ids, [Question("it", tuple(ids[5:9]), tuple(ids[9:13]))])
 
 
-def test_tile_masses_equal_one_softmax_over_all_keys() -> None:
+def test_true_tile_masses_equal_a_softmax_over_all_keys() -> None:
     x = structured_input(300, q_heads=4, kv_heads=2, head_dim=16)
     for part in (x, chunk_of(x, 128, 300)):
         k = part.k_BGSD.double().repeat_interleave(2, 1)
@@ -112,7 +112,7 @@ def test_heads_with_coverage_thresholds_reach_the_coverage(stack: LayerStack) ->
                 assert float(found_LHI[layer, head, THRESHOLDS.index(threshold)]) >= r - 1e-9
 
 
-def test_written_profile_is_read_with_its_thresholds(
+def test_reads_back_the_thresholds_of_a_written_profile(
     stack: LayerStack, directory: Path, tmp_path: Path
 ) -> None:
     document = made(2, 900)
@@ -138,20 +138,20 @@ def test_written_profile_is_read_with_its_thresholds(
     assert not method.new_state(spec_of(x)).selector.rule.outside
 
 
-def test_calibrate_refuses_methods_whose_levels_count_all_mass() -> None:
+def test_calibrate_refuses_methods_that_include_sink_mass_in_levels() -> None:
     for method in (THESIS, PAPER):
         with pytest.raises(ValueError, match=r"paper_forms\.coverage"):
             require_thresholds(method)
     require_thresholds(method_spec("dpxa"))
 
 
-def test_performance_equals_a_full_prefill_with_one_head_changed(stack: LayerStack) -> None:
+def test_performance_equals_prefill_with_one_heads_threshold_changed(stack: LayerStack) -> None:
     document = made(3, 700)
     measured = Performance(stack, document, PAPER)
     ids, answers = with_answers(document)
 
     def whole(layer: int, head: int, quota: float) -> float:
-        """Read once from the start, thresholds given layer by layer."""
+        """Prefill from the start with one head's threshold changed."""
         heads = stack.config.q_heads
 
         def hook(at: int, x):  # type: ignore[no-untyped-def]
@@ -171,7 +171,7 @@ def test_performance_equals_a_full_prefill_with_one_head_changed(stack: LayerSta
     assert bool((measured.density_LHI.diff(dim=-1) >= 0).all())
 
 
-def test_loss_of_each_head_is_measured_alone(stack: LayerStack) -> None:
+def test_measures_the_loss_of_each_head_separately(stack: LayerStack) -> None:
     measured = [Performance(stack, made(seed, 500), PAPER) for seed in (4, 5)]
     heads = stack.config.q_heads
     loss_HI = head_losses(measured, 1, heads)
@@ -181,7 +181,7 @@ def test_loss_of_each_head_is_measured_alone(stack: LayerStack) -> None:
     assert QUOTAS[0] == pytest.approx(START * FACTOR**ADJUSTMENTS)
 
 
-def test_documents_without_questions_are_refused(stack: LayerStack) -> None:
+def test_refuses_documents_without_questions(stack: LayerStack) -> None:
     with pytest.raises(ValueError, match="give --questions"):
         Performance(stack, Document(made(1, 300).ids, []), PAPER)
 

@@ -1,4 +1,4 @@
-"""XAttention's and DPXA's ablations against their definitions."""
+"""Tests XAttention's and DPXA's ablations against oracles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("pattern", [0, 1, 2])
 @pytest.mark.parametrize("stride", [4, 16, 64])
-def test_sampled_pairs_of_a_cell_equal_the_definition(stride: int, pattern: int) -> None:
+def test_xattention_scores_with_other_pairs_equal_the_oracle(stride: int, pattern: int) -> None:
     x = sample()
     selector = PairedSelector(XAttentionPaperOptions(stride=stride, pattern=pattern, seed=3))
     assert sorted(selector.order) == list(range(stride))
@@ -53,13 +53,13 @@ def test_sampled_pairs_of_a_cell_equal_the_definition(stride: int, pattern: int)
         check(scores(selector, part), antidiagonal_scores(part, stride, selector.order))
 
 
-def test_seeds_give_different_pairs() -> None:
+def test_random_pairs_depend_on_the_seed() -> None:
     orders = [PairedSelector(XAttentionPaperOptions(pattern=2, seed=seed)).order for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
 
 
 @pytest.mark.parametrize("every", [3, 5])
-def test_naive_cells_equal_the_definition(every: int) -> None:
+def test_naive_cell_scores_equal_the_oracle(every: int) -> None:
     x = sample()
     selector = NaiveCellsSelector(NaiveCellsOptions(every=every))
     for part in (x, chunk_of(x, 128, 430)):
@@ -67,7 +67,7 @@ def test_naive_cells_equal_the_definition(every: int) -> None:
         check(scores(selector, part), cells(part, [rows] * 2, [[*range(0, 430, every)]]))
 
 
-def test_thesis_anchors_equal_the_definition() -> None:
+def test_thesis_anchor_scores_equal_the_oracle() -> None:
     x = sample()
     selector = ThesisAnchorsSelector(ThesisAnchorsOptions(cos=0.7))
     for part in (x, chunk_of(x, 128, 430)):
@@ -85,7 +85,7 @@ def test_scoring_in_slabs_equals_scoring_at_once() -> None:
 
 @pytest.mark.parametrize("pattern", [0, 1])
 @pytest.mark.parametrize("count", [1, 2, 100])
-def test_the_best_tiles_of_each_row_are_kept(count: int, pattern: int) -> None:
+def test_top_keeps_the_best_tiles_of_each_query_block(count: int, pattern: int) -> None:
     x = sample(1300)
     selector = PairedSelector(XAttentionPaperOptions(pattern=pattern, top=count, window=200))
     score_BHNM = scores(selector, x)
@@ -97,7 +97,7 @@ def test_the_best_tiles_of_each_row_are_kept(count: int, pattern: int) -> None:
             assert next(kept) == sorted(forced | {*others[:count]})
 
 
-def test_without_an_ablation_it_equals_the_served_method() -> None:
+def test_default_options_equal_the_services_xattention() -> None:
     x = sample(1300)
     found, served = (
         build(method_spec(name, {"stride": 16, "min_tokens": 0}))
@@ -109,8 +109,8 @@ def test_without_an_ablation_it_equals_the_served_method() -> None:
 
 
 @pytest.mark.parametrize("name", ["xattention_paper", "dpxa_thesis"])
-def test_levels_count_sink_and_window_mass(name: str) -> None:
-    """The paper's thresholds, and the thesis's, are of a row's whole mass."""
+def test_thresholds_of_levels_include_sink_and_window_mass(name: str) -> None:
+    """In both papers thresholds are shares of a row's whole mass."""
     x = sample(1300)
     quotas = [0.6, 0.9]
     spec = method_spec(name, {"density": 0.1, "min_tokens": 0, "cos": 0.75} if name == "dpxa_thesis" else

@@ -1,7 +1,8 @@
-"""Lines' masses on the GPU against the loops in torch, and the two baselines that keep lines.
+"""Tests masses of vertical and slash lines, CPU form and kernel, and the baselines MInference and
+FlexPrefill.
 
-Shape suffixes as in `kernels.interface`. Masses are compared entry by entry: a block with little mass counts
-as much as one with a lot.
+Masses are compared entry by entry, relative to each entry, so that small masses count, too. Shape suffixes
+are those of `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def assert_masses_equal_the_cpu_form(x: AttentionInput, queries: int, factor: fl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("queries", "head_dim"), [(64, 64), (64, 128), (128, 64), (128, 128), (128, 16)])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (4, 2)])
-def test_kernel_masses_equal_the_cpu_form(
+def test_line_mass_kernel_equals_the_cpu_form(
     queries: int, head_dim: int, q_heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     x = sample(343, dtype, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -89,7 +90,7 @@ def test_kernel_masses_equal_the_cpu_form(
 
 
 @pytest.mark.parametrize(("tokens", "queries"), [(300, 64), (200, 128), (50, 64)])
-def test_the_cpu_form_equals_the_oracle(tokens: int, queries: int) -> None:
+def test_line_masses_on_the_cpu_equal_the_oracle(tokens: int, queries: int) -> None:
     x = sample(tokens, q_heads=2, head_dim=16)
     for mass_BHM, expected_BHM in zip(
         lines.cpu_line_masses(x, queries), line_masses(x, queries), strict=True
@@ -98,7 +99,7 @@ def test_the_cpu_form_equals_the_oracle(tokens: int, queries: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [150, 40])
-def test_single_lines_are_sums_over_pairs(tokens: int) -> None:
+def test_single_line_masses_equal_sums_over_pairs(tokens: int) -> None:
     mass_BHLS = lines.last_attention(sample(tokens, head_dim=16), 64)
     vertical_BHS, slash_BHS = lines.single_line_masses(mass_BHLS)
     first = tokens - mass_BHLS.shape[2]
@@ -114,22 +115,22 @@ def test_single_lines_are_sums_over_pairs(tokens: int) -> None:
 
 @pytest.mark.parametrize("queries", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 40, 63, 64, 65, 127, 128, 129, 192, 256, 383])
-def test_masses_are_right_for_every_alignment_of_the_last_queries(tokens: int, queries: int) -> None:
-    """Fewer rows than queries, and bands that begin anywhere in a tile."""
+def test_masses_are_correct_for_any_position_of_the_last_queries(tokens: int, queries: int) -> None:
+    """Some prompts have fewer rows than the last queries. Bands begin anywhere in a tile."""
     x = random_input(tokens, q_heads=3, head_dim=16, seed=tokens, device=DEVICE)
     assert_masses_equal_the_cpu_form(x, queries)
 
 
 @pytest.mark.parametrize("factor", [0.0, 8.0, 60.0])
-def test_masses_are_right_for_large_and_zero_logits(factor: float) -> None:
-    """Logits up to tens of thousands: one key takes all of a row, and nothing overflows."""
+def test_masses_are_correct_for_large_and_zero_logits(factor: float) -> None:
+    """With logits up to tens of thousands one key gets all mass of a row, without overflow."""
     x = sample(300)
     x = replace(x, q_BHTD=x.q_BHTD * factor, k_BGSD=x.k_BGSD * max(factor, 1.0))
     assert_masses_equal_the_cpu_form(x, 128, factor=max(1.0, 2 * factor))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
-def test_masses_are_right_when_keys_are_split(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masses_are_correct_for_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = sample(1100, head_dim=16)
     monkeypatch.setattr(lines_kernel, "_SPLITS", splits)
     assert_masses_equal_the_cpu_form(x, 128)
@@ -137,8 +138,8 @@ def test_masses_are_right_when_keys_are_split(splits: int, monkeypatch: pytest.M
     assert_masses_equal_the_cpu_form(sample(4229, q_heads=1, head_dim=16), 64)
 
 
-def test_masses_are_right_for_any_strides() -> None:
-    """Tokens before heads, as a projection leaves them, and keys in a longer cache."""
+def test_masses_are_correct_for_any_strides() -> None:
+    """Queries are stored token by token, as a projection writes them, and keys in a longer KV cache."""
     x = sample(300, batch=2, q_heads=4, kv_heads=2)
     q_BHTD = x.q_BHTD.transpose(1, 2).contiguous().transpose(1, 2)
     cache = torch.full((2, 3, 700, 64), float("nan"), device=DEVICE)
@@ -165,7 +166,7 @@ def test_cpu_and_kernel_give_the_same_mask(name: str, tokens: int) -> None:
 
 
 def test_mask_keeps_the_lines_with_the_largest_masses() -> None:
-    """Exactly, whatever rounding did to the masses; inputs of 16 bits."""
+    """The mask must equal the one that follows from the kernel's rounded masses. Inputs have 16 bits."""
     x = sample(900, torch.float16, q_heads=3)
     with poisoned_empty():
         slashed = SELECTORS["vertical_slash"]().kernel_select(x, no_phase)
@@ -179,14 +180,14 @@ def test_mask_keeps_the_lines_with_the_largest_masses() -> None:
 
 
 def test_flex_mixes_patterns_across_heads() -> None:
-    """The threshold lies between the distances of one prompt's heads (up to 0.43) and the other's (0.52)."""
+    """The batch has two prompts. tau is between the divergences of their heads, at most 0.43 and 0.52."""
     x = sample(1100, batch=2, q_heads=3)
     kept = {name: tiles(SELECTORS[name]().cpu_select(x, no_phase)) for name in SELECTORS}
     assert kept["flex_mixed"] not in (kept["flex_lines"], kept["flex_aware"])
 
 
 def test_vertical_slash_keeps_a_planted_column() -> None:
-    """Every query looks at key 150, 886 to 949 before the last 64 queries: band 7 of the distances."""
+    """Every query attends to key 150, at distances 886 to 949 from the last 64 queries, mostly in band 7."""
     q, k = torch.zeros(1, 1, 1100, 16), torch.zeros(1, 1, 1100, 16)
     q[..., 8], k[0, 0, 150, 8] = 8.0, 8.0
     x = AttentionInput.of(q, k, torch.zeros_like(k))
@@ -197,7 +198,8 @@ def test_vertical_slash_keeps_a_planted_column() -> None:
 
 
 def test_vertical_slash_keeps_a_planted_diagonal() -> None:
-    """Every query looks at the key 300 before it: band 2 of the distances, two tiles of a row."""
+    """Every query attends to the key 300 tokens earlier, in band 2, which crosses two tiles of a query
+    block."""
     rates = torch.tensor([0.8, 0.49, 0.3, 0.18])
     angle = torch.arange(1100)[:, None] * rates
     q, k = torch.zeros(1, 1, 1100, 16), torch.zeros(1, 1, 1100, 16)
@@ -214,7 +216,7 @@ def test_vertical_slash_keeps_a_planted_diagonal() -> None:
 
 
 @pytest.mark.parametrize("tokens", [300, 90])
-def test_the_baselines_equal_the_oracles(tokens: int) -> None:
+def test_flex_and_vertical_slash_equal_the_oracles(tokens: int) -> None:
     x = small_sample(tokens, q_heads=4, kv_heads=2)
     slashed = VerticalSlashSelector(VerticalSlashOptions(verticals=128, slashes=128))
     wanted = [sorted(row) for head in vertical_slash_tiles(x, 128, 128) for row in head]
@@ -227,7 +229,7 @@ def test_the_baselines_equal_the_oracles(tokens: int) -> None:
     assert tokens < 128 or kept[0] != kept[2]
 
 
-def test_flex_gamma_bounds_the_tiles_and_tau_picks_the_pattern() -> None:
+def test_flex_gamma_sets_the_budget_and_tau_the_pattern() -> None:
     x = small_sample(1000)
     everything = select(FlexSelector(FlexOptions(gamma_flex=1.0, tau_flex=1.0)), x)
     assert everything.count_BHN[0, 0].tolist() == list(range(1, 9))
@@ -246,7 +248,7 @@ def test_refuses_a_chunk_of_a_prompt() -> None:
             select(baseline, random_input(300, head_dim=16, prompt_tokens=400, device=DEVICE))
 
 
-def test_ties_keep_the_lowest_index() -> None:
+def test_the_lowest_index_wins_ties() -> None:
     mass_BHM = torch.tensor([[[1.0, 2.0, 1.0, 1.0, 2.0, 1.0]]], device=DEVICE)
     assert lines.heaviest(mass_BHM, 300).nonzero()[:, 2].tolist() == [0, 1, 4]
     assert lines.heaviest(mass_BHM, 10_000).all()
@@ -255,7 +257,7 @@ def test_ties_keep_the_lowest_index() -> None:
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_full_budget_is_dense_and_the_default_builds(name: str) -> None:
+def test_full_budget_keeps_all_tiles(name: str) -> None:
     whole = {name for name in PRESETS if reads_whole_prompts(name)}
     assert set(FULL) == whole - {"streaming_smoothed"}, "whose dense rows are never all"
     x = sample(700, head_dim=64)
@@ -267,7 +269,7 @@ def test_full_budget_is_dense_and_the_default_builds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_refuses_bad_input_by_name(name: str) -> None:
+def test_line_selectors_refuse_bad_inputs(name: str) -> None:
     x, selector = sample(200), SELECTORS[name]()
     with pytest.raises(KernelInputError, match="scale"):
         selector.select(replace(x, scale=-1.0), None, no_phase)
@@ -295,7 +297,7 @@ def test_selection_never_synchronises_with_the_device(name: str) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", SELECTORS)
-def test_no_row_of_scores_is_kept_in_memory(name: str) -> None:
+def test_stores_no_scores_of_whole_rows(name: str) -> None:
     x, selector = sample(65_536, torch.bfloat16, q_heads=4, head_dim=128), SELECTORS[name]()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
