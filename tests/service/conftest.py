@@ -20,7 +20,7 @@ from . import fakes
 from .inprocess import House, Loop, open_house, settings, write_model
 from .pki import Authority
 
-load("deltafront.benchmarks.whole_prompt.methods")  # of methods that cannot be served
+load("deltafront.benchmarks.whole_prompt.methods")  # registers methods that cannot be served
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +30,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_house(model: Path, tmp_path: Path) -> Iterator[Callable[..., House]]:
-    """make_house(**door settings), or make_house(config) → a running door with one fake group and one fake
-    decode worker; with others=[…] another door to theirs. metrics: another door's, to add to its numbers, as
-    the doors of a node do."""
+    """Start doors with one fake group and one fake decode worker: make_house(**door settings) or
+    make_house(config).
+
+    others=[…] adds a door to the workers of existing ones. metrics: another door's, shared as by the doors of
+    a node.
+    """
     loop, servers = Loop(), []
 
     def make(
@@ -58,14 +61,14 @@ def make_house(model: Path, tmp_path: Path) -> Iterator[Callable[..., House]]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short pauses before what died is tried again."""
+    """Shorten the pauses before retries."""
     monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.01)
 
 
 @pytest.fixture
 def doors(make_house: Callable[..., House], tmp_path: Path) -> tuple[House, House]:
-    """Two to the same workers, with the tokens alpha and beta."""
+    """Start two doors to the same workers, with the bearer tokens alpha and beta."""
     tokens = tmp_path / "tokens"
     tokens.write_text("alpha\nbeta\n")
     first = make_house(tokens_file=str(tokens))
@@ -112,7 +115,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Started once for its module: other modules start a Ray of their own."""
+    """Start the service once per module, because other modules start their own Ray."""
     with serve(Served, tmp_path_factory.mktemp("served")) as running:
         yield running
 

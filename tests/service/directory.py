@@ -1,4 +1,4 @@
-"""Workers of this process, found without Ray."""
+"""A directory of workers in this process, without Ray."""
 
 from __future__ import annotations
 

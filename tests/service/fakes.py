@@ -1,7 +1,7 @@
-"""Workers that keep the real ones' promises without a model, in this process or as Ray actors.
+"""Fake workers without a model, in this process or as Ray actors.
 
-Their "model": the next token is a letter chosen by a checksum of everything before it, so that a replay
-that lost or repeated a token would show. Pages are counted as the real workers count them.
+The next token is a letter chosen by a checksum of all tokens before it, so a replay that loses or repeats a
+token changes the answer. Pages are counted like those of real workers.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ EOS = 257
 
 
 def next_token(ids: bytes) -> int:
-    """A lower-case letter of the byte-level test tokenizer, or a space."""
+    """Choose the next token: a lower-case letter of the byte-level test tokenizer, or a space."""
     choice = zlib.crc32(ids) % 27
     return 32 if choice == 26 else 97 + choice
 
 
 def follow(grammar: GrammarState | None, token: int) -> int:
-    """Return the token, or another one that may come next."""
+    """Return the token if the grammar permits it, else another one."""
     if grammar is None:
         return token
     mask = grammar.mask()
@@ -72,7 +72,7 @@ def pages(tokens: int) -> int:
 
 
 def needed(reservation: Reservation, before: int = 0) -> int:
-    """Pages. before: tokens of inexact K/V that it builds on."""
+    """Count the pages of a reservation. before: tokens of inexact KV before it."""
     again = before + (0 if reservation.reads else reservation.new_tokens)
     own = recompute_pages(reservation.options.recompute_blocks, again, appended=reservation.reads)
     return pages(reservation.new_tokens + reservation.resume_tokens + reservation.max_tokens) + own
@@ -80,15 +80,15 @@ def needed(reservation: Reservation, before: int = 0) -> int:
 
 @dataclass
 class Speed:
-    """Seconds: per chunk, per token."""
+    """Seconds per chunk and per token."""
 
     chunk: float = 0.002
     token: float = 0.001
 
 
 class Pausing:
-    """Work that stops after `pause_at` chunks or tokens until pause_at changes or the request is cancelled;
-    `paused` says that it has stopped. So a test decides when things happen, not the machine's speed."""
+    """Work that stops after `pause_at` chunks or tokens until `pause_at` changes or the request is cancelled.
+    `paused`: the work has stopped. So a test does not depend on the machine's speed."""
 
     def __init__(self) -> None:
         self.pause_at = -1
@@ -101,10 +101,10 @@ class Pausing:
 
 
 class FakeGroup(Pausing):
-    """`Group`. deliver(decode_worker, request_id, ids, attempt) hands the prompt over, as K/V would be.
+    """A fake `Group`. deliver(decode_worker, request_id, ids, attempt) hands over the prompt instead of KV.
 
-    fail_after: raise `failure` after so many chunks (once per entry). busy: what to refuse the next jobs
-    with, once per entry. full_with: what its queue says, which then looks full.
+    fail_after: the numbers of chunks after which to raise `failure`, one for each failure. busy: the errors
+    with which to refuse the next jobs. full_with: the refusal of its queue, which then looks full.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class FakeGroup(Pausing):
         )
 
     def _report(self, job: PrefillJob, done: int, wall: float) -> PrefillReport:
-        """Ten tiles a layer, of which each stage has one. Of layer 0 everything is computed, of layer 1 what
-        lies in the first half."""
+        """Report ten tiles per layer; each stage has one layer. Layer 0 computes all tiles, layer 1 those of
+        the first half."""
         tile = 10 / job.tokens
         read, early = done - job.start, max(0.0, min(done, job.tokens / 2) - job.start)
         stage = {"attention": 0.5 * wall, "scoring": 0.1 * wall, "projection": 0.3 * wall}
@@ -220,7 +220,7 @@ class FakeGroup(Pausing):
 
 @dataclass
 class _Request:
-    """inexact: its prompt was read with a method that is not exact."""
+    """inexact: the prompt was prefilled with a sparse method."""
 
     reservation: Reservation
     pages: int
@@ -230,22 +230,26 @@ class _Request:
     inexact: bool = False
     attempt: int = 0
     prefix: bytes = b""
-    """Ids that are remembered of its prompt."""
+    """Ids of the prompt's prefix hit."""
     entered: list[bytes] = field(default_factory=list)
 
 
 class FakeDecode(Pausing):
-    """`DecodeWorker`. script: ids to answer with instead of the checksum's. script_from: tokens of the prompt
-    after which the script begins, for answers that are continued; 0: where the job begins. fail_after: tokens
-    until it reports `failure`, once per entry. busy: what to refuse the next reservations with, once per
-    entry. remembers: prompts, as pages that are free. grammars: for answers that follow one."""
+    """A fake `DecodeWorker`.
+
+    script: ids of the answer, instead of the checksum's. script_from: number of prompt tokens after which the
+    script begins, for resumed answers; 0: where the job begins. fail_after: the numbers of tokens after which
+    to report `failure`, one for each failure. busy: the errors with which to refuse the next reservations.
+    remembers: whether prompts enter the prefix cache, whose pages count as free. grammars: for constrained
+    answers.
+    """
 
     grammars: Grammars | None = None
 
     remembers = True
     append_rate = 0.0
     host_tokens = disk_tokens = 0
-    """A prefix has so many from there, as `Reserved` says."""
+    """The tokens of a prefix that `Reserved` reports as loaded from host memory."""
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
         super().__init__()
@@ -263,12 +267,12 @@ class FakeDecode(Pausing):
         self.busy: list[Refused] = []
         self.reservations: list[Reservation] = []
         self.arrived: int | None = None
-        """Tokens of a prompt that are here when its group dies; None: all that it has read."""
+        """Tokens of a prompt that have arrived when its group dies; None: all that it has prefilled."""
         self.resumed: list[int] = []
         self._requests: dict[str, _Request] = {}
         self._sessions: dict[str, tuple[str, bytes, float]] = {}
         self._entries: dict[bytes, tuple[bytes, bool]] = {}
-        """Root and link → the page's ids, and whether their K/V is exact."""
+        """By root and link: the page's ids, and whether their KV is exact."""
         self._inexact: set[str] = set()
         """Sessions."""
         self._serial = 0
@@ -303,7 +307,7 @@ class FakeDecode(Pausing):
             before = len(session[1]) // 4
             inexact = reservation.session_id in self._inexact
         need = needed(reservation, before * inexact)
-        if need > self.total:  # also where a door has not heard yet how many there are
+        if need > self.total:  # also if a door does not know the total yet
             message = f"{need} pages needed, {self.total} in all"
             return Refused(reason=RefusalReason.TOO_LARGE, message=message, needed=need, free=free)
         if need > free:
@@ -429,7 +433,7 @@ class FakeDecode(Pausing):
                     request.entered.append(name)
 
     def _found(self, key: PromptKey) -> tuple[bytes, bool]:
-        """Ids of a prompt's beginning, and whether their K/V is exact."""
+        """Find a prompt's cached prefix: its ids, and whether their KV is exact."""
         ids, exact = list[bytes](), True
         for link in links_of(key.chain):
             found = self._entries.get(key.root + link) or self._entries.get(key.exact_root + link)
@@ -519,7 +523,7 @@ class FakeDecode(Pausing):
 
 
 def _recomputed(request: _Request) -> int:
-    """Tokens, where there are as many blocks."""
+    """Count the recomputed tokens, at most those of the prompt's blocks."""
     return BLOCK * request.reservation.options.recompute_blocks if request.inexact else 0
 
 
@@ -538,7 +542,7 @@ class GroupProcess(FakeGroup):
 
 
 class DecodeProcess(FakeDecode):
-    """FakeDecode as a Ray actor. A module's tests share it, so it remembers no prompts."""
+    """FakeDecode as a Ray actor. All tests of a module share it, so it has no prefix cache."""
 
     remembers = False
 

@@ -1,4 +1,5 @@
-"""A whole door in this process: fake workers behind links that can be cut, a real gRPC server in front."""
+"""A whole door in this process, with a real gRPC server, and fake workers whose connections a test can
+cut."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from .fakes import FakeDecode, FakeGroup
 
 T = TypeVar("T")
 HANG_S = 60.0
-"""Longest wait for what must happen: a guard against hanging, never a measure."""
+"""The longest wait for an event, only to keep a failing test from hanging."""
 VOCABULARY = 258
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}[s:be nice]{% endif %}"
@@ -46,7 +47,7 @@ TEMPLATE = (
 
 
 def write_model(directory: Path, positions: int = 8192) -> Path:
-    """A model directory with an empty file of weights, and with `write_tokenizer`'s tokenizer."""
+    """Write a model directory with an empty weights file and `write_tokenizer`'s tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory)
     config = {
@@ -66,7 +67,7 @@ def write_model(directory: Path, positions: int = 8192) -> Path:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """One token a byte (id = byte), BOS 256 and EOS 257, and a chat template."""
+    """Write a tokenizer with one token per byte (id = byte), BOS 256, EOS 257 and a chat template."""
     alphabet = _byte_characters()
     vocabulary = {character: byte for byte, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -82,7 +83,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """GPT-2's printable stand-ins for the 256 bytes, by byte."""
+    """Return GPT-2's printable characters for the 256 bytes, by byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -108,7 +109,7 @@ def wait_until(true: Callable[[], object], otherwise: str, every_s: float = 0.01
 async def edge(
     requests: RequestHandler, read: Callable[[], PrefillRequest], size: int = 0
 ) -> AsyncGenerator[RequestEvent, None]:
-    """What every edge does with a request, without a protocol."""
+    """Run a request like a door's protocol, but without a protocol."""
     async with requests.accept("edge", [], size=size) as accepted:
         request = read()
         stream = requests.run(accepted, request)
@@ -119,13 +120,13 @@ async def edge(
 
 
 class Cut:
-    """A worker behind a line that a test can cut: everything then raises WorkerLost."""
+    """A worker whose connection a test can cut. Then every call raises WorkerLost."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.cut = False
         self.cut_after = -1
-        """Events of a stream until the line is cut by itself; -1: never."""
+        """The number of events after which the connection is cut; -1: never."""
 
     @property
     def name(self) -> str:
@@ -173,9 +174,9 @@ class House:
     address: str
     loop: Loop
     losses: list[tuple[int, grpc.StatusCode]]
-    """Streams that break, in turn: after so many events, with this status, which is none of the door's."""
+    """The next streams to break: the number of events, and a status that does not come from the door."""
     beside: list[House]
-    """The service's other doors."""
+    """The other doors of the service."""
     config: ServiceConfig
     gate: Gate | None
     entrance: Entrance
@@ -215,7 +216,7 @@ class House:
 
 
 class Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -234,7 +235,7 @@ class Loop:
 
 
 class _Servicer:
-    """What Serve does: dispatch by method name, hand the context on as grpc_context."""
+    """Calls methods like Serve: by name, with the context as grpc_context."""
 
     def __init__(self, house: House) -> None:
         self._house = house
@@ -269,7 +270,7 @@ async def open_house(
     others: Sequence[House] = (),
     traced: Tracing | None = None,
 ) -> tuple[House, grpc.aio.Server]:
-    """A door; others: doors of the same service that are open already. Each is told of the other."""
+    """Open a door. others: doors of the same service that are already open. All doors know each other."""
     directory = others[0].directory if others else LocalDirectory([], [])
     fleet = Fleet(directory, wiring.observer(metrics), config.door.refresh_s, config.door.renew_s)
     beside = list(others)

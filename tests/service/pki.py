@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 @dataclass
 class Authority:
-    """Signs certificates for localhost and addresses. Files: ca.pem, and NAME.pem and NAME.key of each."""
+    """Signs certificates for localhost and addresses. It writes ca.pem, and NAME.pem and NAME.key for each
+    certificate."""
 
     folder: Path
     addresses: Sequence[ipaddress.IPv4Address] = ()

@@ -1,4 +1,4 @@
-"""A client of gRPC's reflection, of either version."""
+"""A client of both versions of gRPC's reflection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ask(channel: grpc.Channel, version: str, **request: str) -> Any:
 
 
 def reflected(channel: grpc.Channel, version: str) -> set[str]:
-    """The services that a server lists, each of which it can describe."""
+    """Return the services that a server lists, after checking that it describes each of them."""
     listed = ask(channel, version, list_services="").list_services_response.service
     names = {service.name for service in listed}
     for name in names:

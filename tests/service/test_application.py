@@ -1,4 +1,4 @@
-"""What Serve is told about how replicas come and go."""
+"""Serve's settings for starting and stopping replicas, and errors of building the application."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_new_door_starts_first_if_its_node_has_room(door: dict[str, Any], surge:
 def test_each_node_finds_the_model_that_the_configuration_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The application is built on one node, whose cache others do not have. A file there may be another."""
+    """The application is built on one node. Other nodes do not have its files, or have other files at the
+    same path."""
     path = tmp_path / "model.gguf"
     write_model(path)
     content = {"model": {"path": str(path)}, "decode": {"page_selection": "full"}}
@@ -78,7 +79,7 @@ def test_each_node_finds_the_model_that_the_configuration_names(
     ],
 )
 def test_an_application_that_cannot_be_built_says_why_in_one_line(model: dict[str, Any], says: str) -> None:
-    """Serve shows the text of this exception alone, and of any other a whole traceback."""
+    """Serve shows only the text of this exception, but the whole traceback of any other."""
     with pytest.raises(RayServeException, match=says) as raised:
         build({"model": model, "decode": {"page_selection": "full"}})
     assert "\n" not in str(raised.value)

@@ -1,7 +1,7 @@
-"""A stranger, or one caller, tries to take the service from others, with a good client beside it.
+"""Attacks of a stranger or of one caller, during which a good client must be served.
 
-Each attack is bounded in count and time. The good client's every call must be answered while it goes on. Its
-bound is far beyond what a busy machine needs; `-s` prints its worst waits.
+Each attack is bounded in count and time. Meanwhile every call of the good client must be answered, within a
+bound that even a busy machine keeps; `-s` prints the longest waits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @dataclass
 class GoodClient:
-    """Asks over gRPC on one connection, and over HTTP and for its health on new ones, again and again."""
+    """A client that repeats calls: gRPC on one connection, HTTP and health checks on new connections."""
 
     served: Served
     bound_s: float = 0.0
@@ -140,7 +140,7 @@ def post(served: Served, token: str, content: bytes, timeout_s: float = HANG_S) 
 
 
 def streams(served: Served, path: str, connections: int, each: int, body: bytes = b"", **call: Any) -> Any:
-    """Begin streams, and keep them: their connections."""
+    """Begin streams that stay open, and return their connections."""
     with contextlib.ExitStack() as opened:
         found = []
         for _ in range(connections):
@@ -229,7 +229,7 @@ def test_good_client_is_served_during_bodies_only_announced(attacked: Served, go
 
 
 def crowd(port: int, count: int, kept: contextlib.ExitStack) -> None:
-    """Open connections, as many as this process may have files."""
+    """Open as many connections as this process may have files."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for _ in range(min(count, most // 2)):

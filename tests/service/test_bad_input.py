@@ -1,4 +1,4 @@
-"""Every bad request: its code, the field it names, and nothing taken."""
+"""Bad requests get the right code, name the wrong field, and reserve nothing."""
 
 from __future__ import annotations
 

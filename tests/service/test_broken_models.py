@@ -20,7 +20,7 @@ from ..workers.tiny_model import write_weights
 from .inprocess import write_model
 
 CHOSEN = ("machine ", "context ")
-"""Return what `serve` says before it checks tokenizer and adapter."""
+"""The output of `serve` before it checks tokenizer and adapter."""
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 497\n"
 
 
@@ -91,7 +91,7 @@ def whole(tmp_path: Path) -> Path:
 def test_a_broken_file_stops_the_start_in_one_line(
     whole: Path, file: str, content: bytes | dict[str, Any] | None, says: str
 ) -> None:
-    """content: the file's, or what its keys are changed to; None: it is not there."""
+    """content: the file's content, or changes of its keys; None: the file is missing."""
     if content is None:
         (whole / file).unlink()
     elif isinstance(content, dict):

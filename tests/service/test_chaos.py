@@ -1,4 +1,4 @@
-"""The short form of the chaos suite, on fake workers in this process: random requests, and random deaths."""
+"""A short chaos test in this process, with fake workers: random requests and random deaths."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_fuzzed_requests_never_cause_an_internal_error(houses: tuple[House, Hous
 
 
 class Inside(Service):
-    """Two doors, and two workers of each kind, whose lines are cut; a new one comes at once."""
+    """Two doors and two workers of each role, whose connections are cut. A replacement starts at once."""
 
     def __init__(self, houses: tuple[House, House]) -> None:
         self._houses, self._turn, self._names = houses, itertools.count(), itertools.count(2)
@@ -71,7 +71,7 @@ class Inside(Service):
 def test_clients_lose_nothing_when_any_worker_or_door_dies(
     houses: tuple[House, House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every seed is another mixture of clients, and of what dies when."""
+    """Each seed gives other clients and other deaths."""
     for module in (retries, attempt):
         monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.01)
     service = Inside(houses)

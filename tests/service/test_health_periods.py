@@ -1,4 +1,5 @@
-"""Ray's and Serve's periods that recovery relies on: ours are handed over, theirs are as known."""
+"""Periods of Ray's and Serve's health checks, on which recovery relies: ours are set, theirs are as
+documented."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def test_ray_and_serve_thresholds_are_the_documented_ones() -> None:
 
 
 def test_serve_waits_5_s_for_an_answer_of_haproxy() -> None:
-    """It has no setting, so docs/operations.md says where it stands."""
+    """Serve has no setting for this, so docs/operations.md names the place in its code."""
     assert inspect.getsource(HAProxyApi._send_socket_command).count("timeout=5.0") == 2
 
 

@@ -1,5 +1,5 @@
-"""Model files that lie, nest, or never end stop the start in one line, before Ray: nothing hangs, and no
-error has a traceback."""
+"""Malicious model files (false sizes, deep nesting, pipes) stop the start before Ray, with one line and
+without a hang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..workers.tiny_model import write_weights
 from .inprocess import write_model
 
 CHOSEN = ("machine ", "context ")
-"""Return what `serve` says before it checks tokenizer and adapter."""
+"""The output of `serve` before it checks tokenizer and adapter."""
 DEEP = b'{"a":' * 200_000 + b"1" + b"}" * 200_000
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -43,7 +43,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 def refusal(model: Path, *options: str) -> str:
-    """How `serve` refuses a model."""
+    """Return the line with which `serve` refuses a model."""
     result = CliRunner().invoke(app, ["serve", "--model", str(model), *options])
     assert result.exit_code == 1 and (result.exception is None or isinstance(result.exception, SystemExit))
     said = " ".join(line for line in result.stderr.splitlines() if not line.startswith(CHOSEN))
@@ -134,9 +134,7 @@ def test_refuses_a_pipe_in_place_of_a_file(whole: Path, file: str, says: str) ->
         ({"rope_scaling": [1, 2]}, "config.json"),
     ],
 )
-def test_refuses_numbers_that_no_model_has_before_counting_to_them(
-    whole: Path, keys: dict[str, Any], says: str
-) -> None:
+def test_refuses_absurd_sizes_before_looping_over_them(whole: Path, keys: dict[str, Any], says: str) -> None:
     raw = json.loads((whole / "config.json").read_text())
     (whole / "config.json").write_text(json.dumps(raw | keys))
     assert says in refusal(whole)
@@ -175,7 +173,7 @@ def test_refuses_a_template_that_takes_too_much_memory(
 
 
 def gguf_file(path: Path, **metadata: Any) -> Path:
-    """A GGUF of a tiny Llama, without most of its tensors."""
+    """Write a GGUF file of a tiny Llama, without most of its tensors."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(64)

@@ -1,4 +1,5 @@
-"""Clients that leave and deadlines that pass, in every phase: one outcome, nothing left."""
+"""If a client disconnects or a deadline passes, in any phase, a request has one outcome and leaves
+nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from .test_requests import nothing_left
 def test_disconnect_at_any_moment_frees_everything(
     house: House, client: DeltafrontClient, after_s: float, rpc: str
 ) -> None:
-    """The work has no end, so that leaving is always before it."""
+    """The work never ends, so the disconnect always comes first."""
     house.group.speed, house.decode.speed = Speed(chunk=0.03), Speed(token=0.03)
     if rpc == "generate":
         house.decode.pause_at = 20
@@ -48,7 +49,7 @@ def test_disconnect_at_any_moment_frees_everything(
 
 
 class Gate:
-    """Something that a test lets pass when it wants to; `reached` is set once somebody waits there."""
+    """A gate that a test opens. `reached` is set once a task waits at the gate."""
 
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
@@ -62,7 +63,7 @@ class Gate:
 
 
 def leaves(client: DeltafrontClient, call: Iterator[object], gate: Gate) -> None:
-    """Read a stream until its client leaves, which happens at the gate."""
+    """Read a stream whose client disconnects at the gate."""
 
     def leave() -> None:
         assert gate.reached.wait(HANG_S)
@@ -135,7 +136,7 @@ def test_disconnect_while_a_session_is_made_releases_it(
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_deadline_cancels_workers(house: House, client: DeltafrontClient, phase: str) -> None:
-    """Work that has no end, however long the machine takes to get there."""
+    """The work never ends, so only the deadline can end it."""
     (house.group if phase == "prefill" else house.decode).pause_at = 3
     with pytest.raises(DeadlineExceeded):
         list(client.generate(PROMPT, max_tokens=100, timeout_s=0.5))
@@ -157,7 +158,7 @@ def test_renews_every_request_in_progress(house: House, client: DeltafrontClient
     house.decode.pause_at = -1
     list(stream)
     nothing_left(house)
-    house.loop.run(house.fleet._renew())  # after any that was on its way
+    house.loop.run(house.fleet._renew())  # after any renewal that was under way
     seen = len(house.decode.renewed)
     house.loop.run(house.fleet._renew())
     assert len(house.decode.renewed) == seen

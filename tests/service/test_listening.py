@@ -1,4 +1,4 @@
-"""What Ray is told so that it listens at loopback and asks for a token."""
+"""Settings with which Ray listens on loopback and requires a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection that breaks under a request: the client goes on, and nobody can tell from the answer."""
+"""If a connection breaks during a request, the client resumes, and the answer is the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ READ = 6
 def test_answer_resumes_where_it_stopped(
     house: House, client: DeltafrontClient, events: int, code: grpc.StatusCode
 ) -> None:
-    """Before and while the prompt is read, after the first token, in the middle, and before the finish."""
+    """Breaks the connection before and during prefill, after the first token, in the middle, and before the
+    last event."""
     house.losses = [(events, code), (2, code)]
     answer = list(client.generate(PROMPT, max_tokens=20, request_id="mine"))
     tokens = [event for event in answer if hasattr(event, "token_id")]
@@ -49,7 +50,7 @@ def test_answer_resumes_where_it_stopped(
 
 
 def test_streamed_tokens_are_not_generated_again(house: House, client: DeltafrontClient) -> None:
-    """The prompt is read as before; the decode worker reads the answer's tokens, by no method of prefill."""
+    """The prompt is prefilled as before. The decode worker prefills the answer's tokens densely."""
     house.decode.remembers = False
     house.losses = [(READ + 5, CODES[0])]
     _, _, finish, _ = collect(client.generate(PROMPT, max_tokens=9, seed=7, temperature=1.0))
@@ -100,7 +101,7 @@ def test_session_request_resumes_after_a_lost_door(house: House, client: Deltafr
 
 
 def test_usage_counts_a_session_whose_answer_was_complete(house: House, client: DeltafrontClient) -> None:
-    """Usage counts it until the session ends."""
+    """Usage counts the session's tokens until the session ends."""
     *_, made = client.prefill(PROMPT)
     assert isinstance(made, PrefillFinished)
     session, whole = made.session.session_id, len(PROMPT) + 1
@@ -119,12 +120,12 @@ def test_usage_counts_a_session_whose_answer_was_complete(house: House, client: 
 
 @pytest.fixture
 def short(make_house: Callable[..., House]) -> House:
-    """Answers of 9 tokens where nobody asks for another length."""
+    """Start a door whose default answer has 9 tokens."""
     return make_house(default_max_tokens=9)
 
 
 def test_resumed_answer_that_fills_the_context_is_complete(short: House) -> None:
-    """It was cut to what a session leaves of them, which the next door does not know."""
+    """The answer was cut to the positions after the session, whose length the next door does not know."""
     with DeltafrontClient(short.address) as client:
         fill_the_positions(short, client)
 
@@ -147,7 +148,7 @@ def fill_the_positions(house: House, client: DeltafrontClient) -> None:
 def test_next_door_resumes_the_answer(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client's address is a proxy's: here the channel is pointed elsewhere by hand."""
+    """Points the client's channel to the next door, as a proxy would."""
     first = make_house()
     second = make_house(others=[first])
     with DeltafrontClient(first.address) as client, DeltafrontClient(second.address) as other:
@@ -160,7 +161,7 @@ def test_next_door_resumes_the_answer(
 
 
 def in_turn(*methods: Callable[..., Any]) -> Callable[..., Any]:
-    """Each call goes to the next method, as a proxy's would."""
+    """Make a function that calls the next method each time, like a proxy."""
     left = list(methods)
 
     def call(*given: Any, **more: Any) -> Any:
@@ -169,7 +170,7 @@ def in_turn(*methods: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# --- where it ends -----------------------------------------------------------------------------------------
+# --- limits of retries -------------------------------------------------------------------------------------
 
 
 def test_lost_connection_raises_if_retries_are_off(house: House) -> None:

@@ -1,4 +1,4 @@
-"""What the door counts of requests, and what it says of workers; sums and ports are in test_parts."""
+"""A door's counters of requests and gauges of workers. Sums and ports are tested in test_parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = "p" * 700
 
 
 def value(house: House, name: str, **labels: str) -> float:
-    """Sum of the samples that have these labels."""
+    """Sum the samples with these labels."""
     found = [
         sample.value
         for metric in house.metrics.registry().collect()
@@ -39,7 +39,7 @@ def value(house: House, name: str, **labels: str) -> float:
 
 
 def ended(house: House, requests: int) -> None:
-    """Requests are counted after their streams' ends."""
+    """Wait until this number of requests is counted, which happens after their streams end."""
     wait_until(
         lambda: value(house, "requests_total", outcome=FINISHED) == requests, "a request was not counted"
     )
@@ -70,7 +70,7 @@ def test_each_metric_counts_an_answer_once(house: House, client: DeltafrontClien
 
 
 def test_session_answers_count_under_their_questions_length(house: House, client: DeltafrontClient) -> None:
-    """The document belongs to another length than the question on it."""
+    """The document's length has another label than the question's."""
     *_, made = client.prefill("x" * 3000, session_ttl_s=60)
     assert isinstance(made, PrefillFinished)
     collect(client.generate(session_id=made.session.session_id, append="Who?", max_tokens=1))
@@ -98,7 +98,7 @@ def dying_group(house: House) -> None:
 def test_hand_offs_that_fail_are_counted(
     house: House, client: DeltafrontClient, fail: Callable[[House], None], failures: int
 ) -> None:
-    """Whichever end says so; a stage that dies is another matter."""
+    """Either end may report the failure. A stage's death does not count."""
     fail(house)
     *_, finish = client.generate(PROMPT, max_tokens=3)
     assert isinstance(finish, GenerateFinished)
@@ -107,7 +107,7 @@ def test_hand_offs_that_fail_are_counted(
 
 
 def test_scoring_to_attention_ratio_has_buckets_above_1(tmp_path: Path) -> None:
-    """Panels say what to do where it did; without buckets above 1, no quantile would be above 1."""
+    """Panels show what to do for ratios above 1; without such buckets no quantile could be above 1."""
     metrics, stage = Metrics(tmp_path), {"attention": 1.0, "scoring": 2.5}
     metrics.observe_prefill(
         prefill_report(critical=stage, stages=(stage,)),
@@ -131,7 +131,7 @@ def test_launch_bound_time_is_exported_by_stage_and_method(tmp_path: Path) -> No
 
 
 def promtool_says(exported: bytes) -> str:
-    """What `promtool check metrics` complains of; nothing, where all is well."""
+    """Return the complaints of `promtool check metrics`; empty without any."""
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
     command = ["promtool", "check", "metrics"]
@@ -140,7 +140,7 @@ def promtool_says(exported: bytes) -> str:
 
 
 def test_promtool_accepts_a_doors_metrics(house: House, client: DeltafrontClient) -> None:
-    """After requests of every kind: each metric that is declared has been observed."""
+    """Sends requests of every kind first, so that each declared metric has been observed."""
     *_, made = client.prefill("x" * 300, session_ttl_s=60)
     assert isinstance(made, PrefillFinished)
     collect(client.generate(session_id=made.session.session_id, append="Who?", max_tokens=3))
@@ -233,7 +233,7 @@ def test_worker_stats_become_gauges(kind: str) -> None:
 
 def test_compilations_are_exported_by_worker_and_phase(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path)
-    for serving in (0, 2, 2):  # polled again and again
+    for serving in (0, 2, 2):  # one poll after another
         metrics.workers.compiled("decode:x", (("warm_up", 40), ("serving", serving)))
     metrics.workers.compiled("prefill:y", ())
     text = metrics.expose().decode()

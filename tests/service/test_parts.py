@@ -1,4 +1,4 @@
-"""The small parts: clock, plan, errors, sessions, tokens, metrics and their port."""
+"""Unit tests of small modules: clock, plan, errors, session ids, bearer tokens, metrics and their port."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from .inprocess import HANG_S, wait_until
 seconds = st.floats(0, 1e3)
 
 
-# --- time to first token ---------------------------------------------------------------------------------
+# --- time to first token -----------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(seconds, st.dictionaries(st.sampled_from("abc"), seconds, max_size=3)), max_size=6))
@@ -85,7 +85,7 @@ def test_time_lost_with_a_dead_worker_is_a_replay_interval() -> None:
     assert clock.intervals == [Interval(REPLAY, 2.5, 1.5)]
 
 
-# --- plan ------------------------------------------------------------------------------------------------
+# --- plan --------------------------------------------------------------------------------------------------
 
 
 def test_token_ids_are_packed_little_endian() -> None:
@@ -130,7 +130,7 @@ def test_session_may_fill_the_context() -> None:
         plan_answer(pack_ids(range(51)), b"", max_tokens=0, positions=50, keep=True)
 
 
-# --- errors ----------------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------------------
 
 PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")
 KINDS = [kind for kind in DeltafrontError.__subclasses__() if kind.code is not Code.UNKNOWN]
@@ -170,7 +170,7 @@ def test_error_details_are_cut_to_fit_percent_encoded_headers(text: str) -> None
     assert status.details(NotFound(fits)) == fits
 
 
-def test_every_error_has_a_status_of_its_own() -> None:
+def test_every_error_has_its_own_status() -> None:
     assert {kind.code for kind in KINDS} == set(Code) - {Code.UNKNOWN}
     assert len({status.STATUS[kind.code] for kind in KINDS}) == len(KINDS)
     assert {code: found.name.lower() for code, found in status.STATUS.items()} == {c: c.value for c in Code}
@@ -183,7 +183,7 @@ def test_every_error_has_a_status_of_its_own() -> None:
     assert (other.code, other.status) == (Code.UNKNOWN, "UNIMPLEMENTED")
 
 
-# --- sessions and tokens ---------------------------------------------------------------------------------
+# --- sessions and tokens -----------------------------------------------------------------------------------
 
 
 def test_session_id_names_its_worker() -> None:
@@ -253,7 +253,7 @@ def test_token_line_that_is_not_utf_8_blocks_no_other_caller(
     assert "line 2: it is not UTF-8" in caplog.text
 
 
-# --- metrics ---------------------------------------------------------------------------------------------
+# --- metrics -----------------------------------------------------------------------------------------------
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -327,7 +327,7 @@ def test_counters_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> No
 
 
 def test_two_doors_export_a_workers_gauges_once(tmp_path: Path) -> None:
-    """Beside each other on one node: the gauges are the worker's, not the sum of what the doors say."""
+    """Both doors run on one node. The gauges have the worker's value, not the sum over doors."""
     states = {
         "decode:x": WorkerState(0.5, running=3, waiting=2, sessions=4),
         "prefill:y": WorkerState(0.1, running=1),

@@ -1,4 +1,4 @@
-"""`model.profile` from the configuration to the door: what it fills in, what it refuses, what it shows."""
+"""`model.profile` in a service: the values that it sets, the requests that it refuses, and `info`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .inprocess import House, settings, write_model
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """With weights of a sort, so that it can be told from others."""
+    """Write a model with weights, so that its digest differs from other models'."""
     directory = write_model(tmp_path / "model")
     write_weights(directory)
     return directory
@@ -173,7 +173,7 @@ def test_defaults_of_options_are_checked(options: dict[str, Any], says: str) -> 
 
 
 def served(model: Path, profile: Path, **options: float) -> ServiceConfig:
-    """A door that renews quickly, of a model with a profile."""
+    """Start a door with short renewals and a model with a profile."""
     content = settings(model, default_method="xattention").model_dump(mode="json")
     content["model"]["profile"] = str(profile)
     content["prefill"]["method_options"] = {"xattention": options}
@@ -186,7 +186,7 @@ Make = Callable[..., House]
 
 
 def read_by(house: House, **asked: Any) -> MethodSpec:
-    """The method that the prefill group was told to read a prompt with."""
+    """Return the method with which the prefill group was asked to prefill a prompt."""
     with DeltafrontClient(house.address) as client:
         done = [event for event in client.prefill("x" * 40, **asked) if isinstance(event, PrefillFinished)]
         client.release(done[0].session.session_id)

@@ -1,4 +1,4 @@
-"""Blocks that are computed again for a question: what a decode worker is asked, and what is told of it."""
+"""Recomputed blocks: the jobs of decode workers, and the reported numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXACT: dict[str, dict[str, Any]] = {"dense": {"method": "dense"}, "short": {"met
 
 @pytest.fixture
 def session(client: DeltafrontClient) -> Iterator[str]:
-    """Of PROMPT, read with a sparse method."""
+    """Make a session of PROMPT, prefilled with a sparse method."""
     *_, made = client.prefill(PROMPT, **SPARSE)
     assert isinstance(made, PrefillFinished)
     yield made.session.session_id
@@ -58,7 +58,7 @@ def test_dense_prefill_recomputes_nothing(house: House, client: DeltafrontClient
 def test_request_without_recompute_blocks_gets_the_default(
     make_house: Callable[..., House], model: Path, asked: int | None, blocks: int
 ) -> None:
-    """Without recomputation the ids are sent only if a session is kept of the prompt."""
+    """Without recomputation, the ids are sent only if the prompt is kept as a session."""
     config = settings(model)
     config = config.model_copy(update={"decode": replace(config.decode, recompute_blocks=2)})
     house = make_house(config)
@@ -73,7 +73,7 @@ def test_request_without_recompute_blocks_gets_the_default(
     assert said == [ids(PROMPT) if blocks else b"", ids(PROMPT)]
 
 
-def test_model_without_a_profile_is_read_sparsely_only_where_asked(
+def test_model_without_a_profile_is_sparse_only_on_request(
     make_house: Callable[..., House], model: Path
 ) -> None:
     house = make_house(settings(model, default_method=""))
@@ -146,7 +146,7 @@ def test_session_kept_after_a_sparse_prefix_recomputes_nothing(
     client.release(made.session.session_id)
 
 
-# --- what died ---------------------------------------------------------------------------------------------
+# --- after deaths ------------------------------------------------------------------------------------------
 
 
 def test_replay_after_a_worker_failure_keeps_answered_tokens_apart(
@@ -164,7 +164,7 @@ def test_replay_after_a_worker_failure_keeps_answered_tokens_apart(
 def test_resume_after_a_door_death_keeps_answered_tokens_apart(
     house: House, client: DeltafrontClient
 ) -> None:
-    house.losses = [(6 + 5, grpc.StatusCode.UNAVAILABLE)]  # after the events of reading, and five tokens
+    house.losses = [(6 + 5, grpc.StatusCode.UNAVAILABLE)]  # after the progress events and five tokens
     text, *_ = collect(client.generate(PROMPT, max_tokens=9, recompute_blocks=1, **SPARSE))
     assert text == expected(ids(PROMPT), 9)
     assert [job.answered_tokens for job in house.decode.jobs] == [0, 5]
@@ -179,14 +179,14 @@ def test_session_job_keeps_answered_tokens_apart_from_the_question(
     assert [len(job.extend_ids) // 4 for job in house.decode.jobs] == [4, 8]
 
 
-# --- room --------------------------------------------------------------------------------------------------
+# --- pages -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_admission_counts_pages_for_recomputation(
     house: House, client: DeltafrontClient, missing: int
 ) -> None:
-    """Refused before anything is read or reserved, or has exactly what it takes."""
+    """A request is refused before anything is reserved, or gets exactly the pages that it needs."""
     house.decode.total = pages(701 + 4) + recompute_pages(4, 701, appended=False) - missing
     house.loop.run(house.fleet.refresh())
     asked = client.generate(PROMPT, max_tokens=4, recompute_blocks=4, **SPARSE)

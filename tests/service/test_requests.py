@@ -29,7 +29,7 @@ from .inprocess import HANG_S, House, wait_until
 
 
 def expected(prompt: bytes, count: int) -> str:
-    """What the fake model answers to these ids (bytes and BOS)."""
+    """Return the fake model's answer to these ids (bytes and BOS)."""
     ids, text = prompt, ""
     for _ in range(count):
         token = next_token(ids)
@@ -183,7 +183,7 @@ def test_a_stop_string_across_tokens_ends_the_answer(house: House, client: Delta
 def test_deadline_after_a_stop_string_changes_nothing(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the worker is told, which may take seconds if it hangs."""
+    """The door cancels on the worker, which may take seconds if the worker hangs."""
     limits: list[asyncio.Timeout] = []
 
     @contextlib.asynccontextmanager
@@ -193,7 +193,7 @@ def test_deadline_after_a_stop_string_changes_nothing(
             yield limit
 
     async def cancel(request_id: str) -> None:
-        """The deadline comes, if there still is one."""
+        """Let the deadline pass, if there is still one."""
         if limits[-1].when() is not None and not limits[-1].expired():
             limits[-1].reschedule(asyncio.get_running_loop().time())
         await asyncio.sleep(0)
@@ -223,7 +223,7 @@ def test_streamed_text_never_cuts_a_character(house: House, client: DeltafrontCl
 
 
 def test_timings_add_up_to_the_elapsed_time(house: House, client: DeltafrontClient) -> None:
-    """Between what the workers slept at least and what the client saw at most."""
+    """The sum is at least the workers' sleep, and at most the client's time."""
     house.group.speed.chunk = 0.05
     started = time.monotonic()
     first, finish = 0.0, None
@@ -264,7 +264,8 @@ def test_info_describes_the_service(house: House, client: DeltafrontClient) -> N
 def test_full_door_refuses_requests_but_answers_health_and_cancel(
     make_house: Callable[..., House],
 ) -> None:
-    """Ray Serve would queue the requests without a bound, and health checks and cancels after them."""
+    """Without this limit, Ray Serve would queue any number of requests, and health checks and cancels after
+    them."""
     house = make_house(max_requests=2)
     house.decode.pause_at = 1
     with DeltafrontClient(house.address) as client, grpc.insecure_channel(house.address) as channel:

@@ -1,4 +1,4 @@
-"""A prompt whose prefill group dies is read on by another one, from the last chunk that has arrived."""
+"""If a prefill group dies, another group resumes its prompt after the last chunk that arrived."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .test_requests import collect, expected, ids, nothing_left
 pytestmark = pytest.mark.usefixtures("impatient")
 PROMPT = "p" * 700
 TOTAL = 701
-"""Tokens of it: six chunks."""
+"""Tokens of the prompt: six chunks."""
 
 
 def dying_and_spare(house: House, chunks: int) -> tuple[FakeGroup, FakeGroup]:
-    """The first dies after so many chunks."""
+    """Make two groups. The first dies after this number of chunks."""
     dying = house.cut("group")
     dying.cut_after = chunks
     return dying.worker, house.add_group("prefill:g1")
@@ -58,7 +58,7 @@ def test_next_group_resumes_in_the_same_reservation(
 def test_report_after_a_resume_counts_each_chunk_once(
     house: House, client: DeltafrontClient, deaths: tuple[int, ...]
 ) -> None:
-    """Density of the whole prompt, bytes and tokens of every chunk once."""
+    """The density is the whole prompt's; bytes and tokens of each chunk count once."""
     house.group.fail_after = list(deaths)
     _, _, finish, _ = collect(client.generate(PROMPT, max_tokens=3))
     assert finish.density.layers == {0: 1.0, 1: pytest.approx(0.5)}
@@ -73,7 +73,7 @@ def test_report_after_a_resume_counts_each_chunk_once(
 
 
 def test_kv_that_did_not_arrive_is_prefilled_again(house: House, client: DeltafrontClient) -> None:
-    """Progress does not go back for it."""
+    """The reported progress does not decrease."""
     _, spare = dying_and_spare(house, 5)
     house.decode.arrived = 300
     text, _, finish, progress = collect(client.generate(PROMPT, max_tokens=9))
@@ -92,8 +92,8 @@ def test_only_group_resumes_its_own_prompt(house: House, client: DeltafrontClien
     nothing_left(house)
 
 
-def test_group_death_after_the_last_chunk_repeats_that_chunk(house: House, client: DeltafrontClient) -> None:
-    """Its logits may not have arrived."""
+def test_group_death_after_the_last_chunk_repeats_the_chunk(house: House, client: DeltafrontClient) -> None:
+    """The chunk's logits may not have arrived."""
     _, spare = dying_and_spare(house, 6)
     text, *_ = collect(client.generate(PROMPT, max_tokens=5))
     assert text == expected(ids(PROMPT), 5)
@@ -119,7 +119,7 @@ def test_group_that_still_holds_a_resumed_request_is_cancelled(
 def test_the_next_group_may_have_other_stages(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While their number is being changed."""
+    """This happens while the configuration changes."""
     _, spare = dying_and_spare(house, 3)
     report = spare._report
 
@@ -145,7 +145,7 @@ def test_prefill_only_request_is_resumed_too(house: House, client: DeltafrontCli
 
 
 @pytest.mark.parametrize(("options", "start"), [({"gamma": 64}, 512), ({"gamma": 192}, 384)])
-def test_resumed_delta_correction_begins_at_a_dense_row(
+def test_resumed_delta_correction_starts_at_a_dense_row(
     house: House, client: DeltafrontClient, options: dict[str, Any], start: int
 ) -> None:
     _, spare = dying_and_spare(house, 4)
@@ -170,7 +170,7 @@ def test_method_that_cannot_resume_restarts_in_its_reservation(
 def test_request_restarts_if_its_reservation_is_lost_too(
     make_house: Callable[..., House],
 ) -> None:
-    """The group is not to blame for a decode worker's death: with no poll, it must still be there."""
+    """The group did not fail: without a poll it must still be known."""
     house = make_house(refresh_s=3600)
     lost, house.group.fail_after = house.cut("decode"), [3]
     house.add_decode("decode:d1").total = 2000

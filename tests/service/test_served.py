@@ -1,4 +1,4 @@
-"""What only a real Ray Serve with HAProxy can show: codes, trailing metadata, cancelling, big messages."""
+"""Tests that need a real Ray Serve with HAProxy: codes, trailing metadata, cancels, large messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def channel(served: Served) -> Iterator[grpc.Channel]:
 
 
 def nothing_left(served: Served) -> None:
-    """Asked now and then: a look is two calls through Ray, and a client that has left may be noticed late."""
+    """Wait until the workers hold nothing. Ask only now and then, because each check takes two calls through
+    Ray."""
     wait_until(lambda: not served.pages_used(), "pages are left", every_s=0.1)
 
 
@@ -97,7 +98,7 @@ def test_all_ports_listen_on_loopback_by_default(served: Served) -> None:
 
 @pytest.mark.parametrize("whose", ["nobody's", "another", "ours"])
 def test_ray_control_store_runs_code_only_for_its_token(served: Served, tmp_path: Path, whose: str) -> None:
-    """Somebody on this machine, at loopback."""
+    """Connects as another process on this machine, on loopback."""
     import ray
 
     token = {"another": "0" * 32, "ours": os.environ["RAY_AUTH_TOKEN"]}.get(whose)
@@ -108,7 +109,7 @@ def test_ray_control_store_runs_code_only_for_its_token(served: Served, tmp_path
 
 
 def test_replica_unpickles_nothing_without_the_token(served: Served, tmp_path: Path) -> None:
-    """With the token the same pickle runs, so it is the token that keeps others out."""
+    """With the token the same pickle runs, so only the token prevents it."""
     ports = [port for _, port, name in listeners(os.getpid()) if "ServeReplica" in name]
     inner = [port for port in ports if port not in served.ports.values()]
     answers = {port: send_pickle(port, tmp_path / "opened") for port in inner}
@@ -155,7 +156,7 @@ def test_any_door_cancels_a_request_of_another(served: Served, client: Deltafron
 
 
 def test_overload_error_carries_a_retry_time(served: Served, client: DeltafrontClient) -> None:
-    """At a token a second the backlog takes 100,000 s: what the test itself takes does not matter."""
+    """At one token per second the backlog takes 100,000 s, so the test's own time does not matter."""
     served.configure(served.group, rate=1.0, waiting_tokens=100_000)
     refusals: list[Overloaded] = []
 
@@ -196,7 +197,7 @@ def test_prompt_of_half_a_million_token_ids_is_answered(served: Served, client: 
 
 
 def knows(served: Served, pages: int) -> bool:
-    """Whether the doors, asked in turn, know how many pages there are."""
+    """Return whether all doors know the number of pages."""
     for _ in range(4):
         with DeltafrontClient(served.address, served.token) as client:
             if client.info().decode_pages_total != pages:
@@ -253,7 +254,7 @@ def test_http_errors_name_the_field(served: Served, api: openai.OpenAI) -> None:
 
 
 def test_http_refusals_have_one_form_from_every_layer(served: Served) -> None:
-    """HAProxy, the server that Serve runs the door in, and the door."""
+    """The layers are HAProxy, Serve's HTTP server and the door."""
     assert httpx.get(f"{served.http}/health").json() == {"status": "ok"}
     asked = {431: ("GET", {"x-long": "a" * 40_000}), 400: ("WHAT", {}), 405: ("PUT", {})}
     for status, (verb, headers) in asked.items():
@@ -264,7 +265,7 @@ def test_http_refusals_have_one_form_from_every_layer(served: Served) -> None:
 
 @pytest.mark.parametrize("doing", ["reading", "answering"])
 def test_leaving_an_http_stream_frees_its_pages(served: Served, api: openai.OpenAI, doing: str) -> None:
-    """The work stops where the test holds it, so what was sent before is not held back by a buffer."""
+    """The work pauses where the test stops it, so no buffer holds back earlier events."""
     served.configure(served.group if doing == "reading" else served.decode, pause_at=2)
     model, headers = api.models.list().data[0].id, {"authorization": f"Bearer {served.token}"}
     request = {"model": model, "prompt": "x" * 300, "stream": True, "max_tokens": 50}
@@ -287,7 +288,7 @@ def cancelled(served: Served) -> float:
 def test_leaving_before_an_unstreamed_http_answer_frees_its_pages(
     served: Served, api: openai.OpenAI, answering: bool
 ) -> None:
-    """Nothing is written to the client meanwhile, and its request arrives in two pieces."""
+    """Meanwhile nothing is written to the client. Its request arrives in two pieces."""
     served.configure(served.decode if answering else served.group, pause_at=25 if answering else 2)
 
     def tokens() -> float:
@@ -305,7 +306,7 @@ def test_leaving_before_an_unstreamed_http_answer_frees_its_pages(
         connection.putheader(name, value)
     connection.putheader("Content-Length", str(len(body)))
     connection.endheaders()
-    time.sleep(0.05)  # as many clients send: HAProxy may treat it otherwise
+    time.sleep(0.05)  # many clients send two pieces, which HAProxy may treat differently
     connection.send(body)
     begun = (lambda: tokens() > told + 20) if answering else served.pages_used
     wait_until(begun, "the request does not begin", every_s=0.1)

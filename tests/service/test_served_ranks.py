@@ -1,4 +1,4 @@
-"""A service whose decode worker has two ranks answers as one of one rank, over gRPC, with a group of two
+"""A decode worker with two ranks gives the same answers as one with one rank, over gRPC, with a group of two
 stages."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KILLS = 5
 
 @contextmanager
 def serving(folder: Path, ranks: int) -> Iterator[Service]:
-    """One group, one decode worker with Δ-layers."""
+    """Start one group and one decode worker with Δ-layers."""
     decode = {
         "workers": 1,
         "tensor_parallel": ranks,
@@ -83,7 +83,7 @@ def answers(client: DeltafrontClient) -> dict[str, list[int]]:
 
 
 def answer_over_a_death(service: Service, client: DeltafrontClient) -> tuple[list[int], GenerateFinished]:
-    """A stage is killed once two fifths of the prompt are read."""
+    """Get an answer while a stage is killed after two fifths of the prompt."""
     said, killed = list[int](), False
     for event in client.generate(LONG, max_tokens=24, ignore_eos=True, method="dense"):
         if isinstance(event, Progress) and not killed and event.tokens_done >= 0.4 * event.tokens_total:
@@ -98,15 +98,15 @@ def answer_over_a_death(service: Service, client: DeltafrontClient) -> tuple[lis
 
 
 def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
-    """Greedy and sampled, sessions, appended questions, recomputed blocks, a prompt that is read on after a
-    stage's death: from the K/V that both ranks give back."""
+    """Compares greedy and sampled answers, sessions, questions, recomputed blocks, and a prompt that is
+    resumed after a stage's death with KV from both ranks."""
     said = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         with serving(folder, ranks) as service, service.client() as client:
             said.append(answers(client))
-            for _ in range(KILLS):  # one that comes when all is read is tried again
+            for _ in range(KILLS):  # try again if the kill comes after prefill
                 service.seconds_to_whole(client)
                 said[-1]["over a death"], finish = answer_over_a_death(service, client)
                 if finish.timings.parts.get("replay"):

@@ -1,4 +1,4 @@
-"""A door that is stopped in the middle of its requests: nothing is left, and nothing is said of it."""
+"""A door that is stopped during requests leaves no task and prints no error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READ = PrefillRequest(Prompt(text="y" * 300))
 
 
 def to_the_end_of_its_loop(work: Coroutine[Any, Any, None]) -> None:
-    """As a process ends: nobody cancels what is left of the loop, as `asyncio.run` would."""
+    """Run a loop like a process that ends: without cancelling the remaining tasks as `asyncio.run` would."""
     loop = asyncio.new_event_loop()
     loop.run_until_complete(work)
     loop.close()
@@ -38,7 +38,7 @@ def to_the_end_of_its_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Door:
-    """Without an edge."""
+    """A door without a protocol."""
 
     def __init__(self, model: Path, metrics: Path) -> None:
         config = settings(model, refresh_s=1e6)
@@ -52,8 +52,8 @@ class Door:
         self.streams: list[AsyncGenerator[Any, None]] = []
 
     async def begin(self) -> None:
-        """Two requests that are being answered and two that are being read; one of each is left by its client
-        in the moment in which the door stops."""
+        """Begin two requests in decode and two in prefill. One client of each disconnects when the door
+        stops."""
         self.fleet.start()
         self.decode.pause_at = 1
         for _ in range(2):
@@ -94,7 +94,7 @@ def test_stopped_door_has_no_running_task(
 
 
 async def test_a_stopping_door_refuses_new_requests_with_a_retry_time(model: Path, tmp_path: Path) -> None:
-    """At each await of the stop, and after it: it runs on no door that has nothing left to run on."""
+    """Tries a request at each await of the stop, and after it."""
 
     async def comes_at(number: int) -> bool:
         door, late = Door(model, tmp_path), list[asyncio.Task[Any]]()

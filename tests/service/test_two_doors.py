@@ -1,4 +1,4 @@
-"""Two doors to the same workers, in this process: whichever a client reaches."""
+"""Two doors to the same workers, in this process: clients may use either."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_refuses_a_cancel_without_a_request_id(clients: tuple[DeltafrontClient, 
 def test_quota_freed_at_other_doors_is_available_at_once(
     make_house: Callable[..., House],
 ) -> None:
-    """No poll in between: what a door knows of the pages is what it knew at its start."""
+    """No poll runs in between, so a door's view of the pages is that of its start."""
     first = make_house(refresh_s=3600)
     second = make_house(others=[first], refresh_s=3600)
     first.decode.total, first.decode.remembers = 100, False

@@ -1,4 +1,4 @@
-"""`serve` without a file uses the machine's GPUs as `size` would, or its CPUs."""
+"""Without a configuration file, `serve` uses the machine's GPUs as `size` plans them, or its CPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deltafront calibrate` on a tiny model, against the function that it calls."""
+"""Compares `deltafront calibrate` on a tiny model with the function that it calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROSE = "call me ishmael some years ago never mind how long precisely having lit
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One token a letter."""
+    """A tiny model with one token per letter."""
     directory = make_tiny_model(tmp_path_factory.mktemp("calibrated"))
     vocabulary = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
@@ -150,7 +150,7 @@ def test_layer_search_minimises_the_divergence_of_answers(model: Path, tmp_path:
     assert failed.exit_code == 1 and "needs questions" in failed.stderr
 
 
-def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_path: Path) -> None:
+def test_adding_levels_keeps_the_rest_of_the_profile(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     (tmp_path / "two.txt").write_text(PROSE[::-1])
     path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "xattention")
@@ -187,7 +187,6 @@ def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_pat
 
 
 def test_adding_a_shorter_length_equals_calibrating_both_in_one_run(model: Path, tmp_path: Path) -> None:
-    """A density means itself at the longest prompts of its family, whichever run made them."""
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "xattention")
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)

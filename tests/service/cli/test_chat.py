@@ -1,4 +1,4 @@
-"""`deltafront chat` against a door with fake workers: what is read, what is kept, what is said."""
+"""`deltafront chat` with a door and fake workers: its requests, its sessions and its output."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_prefills_again_if_the_session_is_gone(
     generate = DeltafrontClient.generate
 
     def forgetful(client: DeltafrontClient, *arguments: Any, **options: Any) -> Any:
-        """The first question finds no session, as after a worker's death."""
+        """Let the first question find no session, as after a worker's death."""
         monkeypatch.setattr(DeltafrontClient, "generate", generate)
         client.release(options["session_id"])
         return generate(client, *arguments, **options)
@@ -90,7 +90,7 @@ def test_an_answer_can_be_stopped(house: House, document: Path, monkeypatch: pyt
     generate, answers = DeltafrontClient.generate, []
 
     def interrupted(client: DeltafrontClient, *arguments: Any, **options: Any) -> Any:
-        """Ctrl-C at the first answer's second token."""
+        """Raise Ctrl-C at the first answer's second token."""
         answers.append(options)
         for number, event in enumerate(generate(client, *arguments, **options)):
             if len(answers) == 1 and number == 2:
@@ -112,7 +112,7 @@ def test_refuses_a_question_that_is_not_utf_8_in_one_line(house: House, document
     nothing_left(house)
 
 
-def test_questions_come_from_standard_input_alone(house: House) -> None:
+def test_reads_questions_only_from_standard_input(house: House) -> None:
     done = chat(house, "-", questions="who?\n")
     assert done.exit_code == 1
     assert "give the document as a file" in done.stderr

@@ -1,4 +1,4 @@
-"""`deltafront drain`: what it asks of Ray's head, how long it waits, and how it fails."""
+"""`deltafront drain`: its calls to Ray's head, its waiting time, and its errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ GROUP, STAGE, WORKER = "ServeReplica:deltafront:PrefillGroup", "StageActor", "De
 
 
 class FakeHead:
-    """Of nodes `head`, `a` and `b`. left: what is found on `a`, one answer after another, the last again."""
+    """The head of a cluster with nodes `head`, `a` and `b`. left: lists of actors on `a`, one for each call.
+    The last one is repeated."""
 
     def __init__(self, *left: list[str], refuses: str = "") -> None:
         self._left, self._refuses = list(left), refuses
@@ -36,7 +37,7 @@ class FakeHead:
 
 
 def run(head: FakeHead, *here: str) -> tuple[list[str], list[str]]:
-    """What was left, and what was said."""
+    """Run the command. Return the actors that were left, and the printed lines."""
     said: list[str] = []
     left = drain_node(head, set(here), 60, said.append, lambda: head.now, head.sleep)
     return list(left), said
@@ -90,7 +91,7 @@ def test_drain_refused_by_ray_prints_the_reason() -> None:
 
 
 class AwayHead(FakeHead):
-    """away: so many answers are missing, each after 20 s."""
+    """A head that misses the first `away` calls, each for 20 s."""
 
     address = "10.0.0.1:6379"
 
@@ -117,7 +118,7 @@ def test_drain_waits_while_the_head_moves_too() -> None:
 
 
 class MovedHead(FakeHead):
-    """Is away from the 200th second to the 240th, when the node has long been draining."""
+    """A head that is away from second 200 to second 240, while the node drains."""
 
     address = AwayHead.address
 
@@ -176,6 +177,6 @@ def test_drain_says_in_one_line_that_ray_does_not_run(monkeypatch: pytest.Monkey
     assert output.count("\n") == 1, output
 
 
-def test_a_deadline_is_a_positive_number() -> None:
+def test_refuses_a_deadline_that_is_not_positive() -> None:
     assert command("--deadline-s", "0")[0] == 2
     assert command()[0] == 2

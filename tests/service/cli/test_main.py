@@ -1,4 +1,4 @@
-"""The command line against a door with fake workers."""
+"""The command line with a door and fake workers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_generate_streams_the_answer(house: House, document: Path) -> None:
 
 @pytest.mark.parametrize("how", [[], ["--chat"]])
 def test_sends_messages_if_the_model_has_a_template(house: House, document: Path, how: list[str]) -> None:
-    """A chat model answers plain text badly. Sessions send messages, too."""
+    """Questions to sessions are sent as messages, too."""
     run("generate", document, "-q", "why?", *how, "--address", house.address)
     read = f"[s:be nice][u:{document.read_text()}][u:why?][a:"
     assert bytes(house.group.jobs[-1].token_ids[::4]).decode() == read
@@ -81,7 +81,7 @@ def test_sends_plain_text_if_the_model_has_no_template(
 
 
 def test_warns_of_a_shared_prefix_cache_and_names_cache_salt(house: House, document: Path) -> None:
-    """Without tokens all callers are one: what one has read another continues from."""
+    """Without bearer tokens all callers are one owner and share cached blocks."""
     first = run("prefill", document, "--keep", 60, "--address", house.address)
     assert "remembered" not in first.stderr
     again = run("generate", document, "-q", "why?", "--address", house.address)
@@ -181,7 +181,7 @@ def test_refuses_a_number_out_of_range_in_one_line(
 
 
 def test_error_names_standard_input_that_is_not_utf_8() -> None:
-    """Runs in its own process: Python's reader would accept the bytes in a container's locale."""
+    """Runs in its own process, because in a container's locale Python would accept the bytes."""
     command = [sys.executable, "-m", "deltafront.service.cli.main", "prefill", "-"]
     how = {"env": {**os.environ, "LC_ALL": "C.UTF-8"}, "timeout": HANG_S}
     done = subprocess.run(command, input=b"\xff", capture_output=True, check=False, **how)

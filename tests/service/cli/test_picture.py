@@ -1,4 +1,4 @@
-"""`deltafront picture` on a tiny model: what is drawn is what was read."""
+"""`deltafront picture` on a tiny model draws the tiles that were computed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_image_averages_many_tiles_and_draws_ttft_as_a_bar_of_parts() -> None:
     read[:, :, :, 0] = True
     found = TilesRead(read, 192 * 128)
     image = np.asarray(drawing.to_image(found, "title", TIMINGS))
-    column = image[16 + 36 + 95, 16 + 72].astype(int)  # two tiles wide, one of them read
+    column = image[16 + 36 + 95, 16 + 72].astype(int)  # two tiles wide, one of them computed
     halfway = (np.array(drawing._READ) + np.array(drawing._CAUSAL)) / 2
     assert np.abs(column - halfway).max() <= 1
     below = 16 + 36 + 96 + 6 + 6

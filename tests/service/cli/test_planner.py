@@ -1,4 +1,4 @@
-"""`deltafront size --gpus` against every way to use a host's GPUs."""
+"""Compares `deltafront size --gpus` with every possible use of a host's GPUs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .test_main import run
 
 SMALL = replace(SHAPES["8b"], layers=3, kv_heads=6, q_heads=12, intermediate=96, hidden=64, vocab=999)
 Choice = tuple[bool, int, int, bool, int]
-"""In the order of preference: 16 bits, stages, ranks, apart, prompts read at once."""
+"""A choice by preference: 16 bits, stages, ranks, separate GPUs, concurrent prompts."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _counted_once() -> Iterator[None]:
-    """The shares of a model and their weights, which thousands of plans have in common."""
+    """Return a model's shares and their weights, computed once for thousands of plans."""
     with (
         mock.patch.object(ModelConfig, "split", once(ModelConfig.split)),
         mock.patch.object(ModelConfig, "of_rank", once(ModelConfig.of_rank)),
@@ -46,7 +46,8 @@ def _counted_once() -> Iterator[None]:
 
 
 def once(count: Callable[..., Any]) -> Callable[..., Any]:
-    """A model cannot be hashed: its id is the key, and the model is kept."""
+    """Cache by the model's id, because a model cannot be hashed. Keep the model, so that its id stays its
+    own."""
     known: dict[Any, Any] = {}
 
     def counted(model: ModelConfig, *args: Any, **named: Any) -> Any:
@@ -59,14 +60,14 @@ def once(count: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def used(demand: Demand, choice: Choice, decode_tokens: int) -> float:
-    """GiB on the fullest GPU, if the fullest stage meets a rank."""
+    """Return the GiB on the fullest GPU, on which the fullest stage may meet a rank."""
     plain, stages, ranks, apart, prompts = choice
     kind: Quantisation | None = None if plain else "fp8"
     context = planner.cache_tokens(demand.tokens)
     how: Any = "bfloat16", kind, demand.kv_dtype
     stage = stage_bytes(demand.model, stages, prompts * context, *how) / GIB
     rank = rank_bytes(demand.model, ranks, decode_tokens, *how) / GIB
-    if not apart and stages == ranks == 1:  # it maps the rank's, and brings a layer's K/V back
+    if not apart and stages == ranks == 1:  # it maps the rank's memory, and copies one layer's KV in 16 bits
         layer = context * prompts * 2 * demand.model.kv_heads * demand.model.head_dim * 2 / GIB
         stage = layer if demand.kv_dtype else 0.0
     loads = [stage, rank] if apart else [stage + demand.reserve_gib + rank]
@@ -74,9 +75,9 @@ def used(demand: Demand, choice: Choice, decode_tokens: int) -> float:
 
 
 def choices(demand: Demand) -> list[Choice]:
-    """Whatever fits, found by trying everything."""
+    """Find everything that fits, by trying every choice."""
     context, model = planner.cache_tokens(demand.tokens), demand.model
-    held = context + BLOCK * (min(8, demand.tokens // BLOCK - 1) + 2)  # 8 blocks and the prompt's end
+    held = context + BLOCK * (min(8, demand.tokens // BLOCK - 1) + 2)  # 8 blocks and the rest of the prompt
     ranks = [n for n in range(1, demand.gpus + 1) if model.kv_heads % n == 0 and model.intermediate % n == 0]
     stages = range(1, min(demand.gpus, model.layers) + 1)
     return [
@@ -170,7 +171,6 @@ def test_suggests_int8_kv_if_only_that_fits_and_writes_it_on_request(tmp_path: P
 
 
 def test_reports_but_does_not_write_a_context_beyond_the_models(tmp_path: Path) -> None:
-    """serve would refuse it."""
     asked = ("size", "8b", "--gpus", "8x80", "--tokens", 524_288)
     said = (
         "model.max_position_embeddings 524288: the model's own are 131,072; beyond them serve asks for YaRN"
@@ -216,7 +216,7 @@ def test_error_says_why_a_model_cannot_be_planned(arguments: list[object], named
 
 @pytest.mark.parametrize("public", SERVED, ids=lambda public: str(public.name))
 def test_serve_takes_the_configuration_that_size_writes(public: Public, tmp_path: Path) -> None:
-    """Or size refuses it as serve does, for heads that no kernel has."""
+    """If no kernel has the model's head size, `size` refuses it like `serve`."""
     (tmp_path / "config.json").write_text(json.dumps(public.config))
     model, file = read_config(tmp_path), tmp_path / "host.yaml"
     done = run("size", tmp_path, "--gpus", "8x192", "--write", file)
@@ -236,7 +236,7 @@ def test_serve_takes_the_configuration_that_size_writes(public: Public, tmp_path
 def test_plans_for_gguf_files_and_hub_ids_as_they_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a hub model's weights."""
+    """A hub model's weights are not downloaded."""
     directory, asked = make_tiny_model(tmp_path / "tiny"), []
     for file in directory.glob("*.safetensors"):
         file.unlink()

@@ -1,4 +1,4 @@
-"""`deltafront size` against what is known of Llama 3.1, and its choices against trying everything."""
+"""Compares `deltafront size` with Llama 3.1's model cards, and its choices with all possible ones."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_sizing_chooses_the_fewest_stages_and_ranks_that_fit(
 
 
 def test_eight_ranks_hold_70b_which_no_single_gpu_does() -> None:
-    """Per GPU an eighth of layers, head and K/V, and the whole embedding."""
+    """Each GPU has an eighth of layers, output head and KV cache, and the whole embedding."""
     model, tokens = SHAPES["70b"], 131_072
     table = model.vocab * model.hidden * 2
     eighth = (model.weights(range(80)) * 2 - table) / 8 + table + 40 * GIB / 8
@@ -128,7 +128,7 @@ def test_more_stages_need_less_memory_each() -> None:
 def test_counts_exactly_the_matrices_that_workers_quantise_in_8_bits(
     tmp_path: Path, shape: ModelConfig | None
 ) -> None:
-    """Counted in the tensors of a model that is loaded."""
+    """Counts the tensors of a loaded model."""
     directory = tmp_path / "tiny"
     if shape is None:
         make_tiny_model(directory)
@@ -249,7 +249,7 @@ def test_the_command_prints_a_table() -> None:
         (["8b", "--dtype", "int3"], "--dtype int3"),
     ],
 )
-def test_names_bad_input(arguments: list[object], named: str) -> None:
+def test_error_names_bad_input(arguments: list[object], named: str) -> None:
     done = run("size", *arguments)
     assert done.exit_code == 1
     assert named in done.stderr

@@ -1,4 +1,4 @@
-"""The client for asyncio does what the synchronous one does."""
+"""The client for asyncio behaves like the synchronous one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_closing_the_client_ends_running_requests(house: House) -> None:
     await asyncio.to_thread(nothing_left, house)
 
 
-async def test_tells_what_the_server_is_and_cancels_by_id(client: AsyncDeltafrontClient) -> None:
+async def test_info_describes_the_server_and_cancel_takes_an_id(client: AsyncDeltafrontClient) -> None:
     assert (await client.info()).model
     assert await client.cancel("no such request") == 0
 

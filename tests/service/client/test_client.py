@@ -1,4 +1,4 @@
-"""What the Python client sends, and what it refuses to send."""
+"""The messages that the Python client sends, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_prompt_is_sent_unchanged_or_refused(client: DeltafrontClient, prompt: A
 
 def test_takes_one_stop_string_without_a_list(client: DeltafrontClient) -> None:
     answer = expected(ids("ABC"), 12)
-    never = answer[5] + answer[4]  # both letters are answered, the string is not
+    never = answer[5] + answer[4]  # both letters are in the answer, but not this string
     assert never not in answer
     for stop, reason in ((never, "length"), (answer[4:6], "stop_string")):
         text, _, finish, _ = collect(client.generate("ABC", max_tokens=12, stop=stop))

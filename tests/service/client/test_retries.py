@@ -1,4 +1,4 @@
-"""When a lost connection is tried again, by clocks that the test moves."""
+"""Retries after a lost connection, with clocks that the test moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that answers nothing any more and closes nothing, as one whose machine is gone."""
+"""A server that stops answering but keeps its connections, like one whose machine is gone."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ server.start()
 print(port, flush=True)
 time.sleep(3600)
 """
-"""Says that it has begun to read, and no more."""
+"""The code of a server that reports the start of prefill and then stays silent."""
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Its process and port."""
+    """Yield the server's process and port."""
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     yield process, int(process.stdout.readline())

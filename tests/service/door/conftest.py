@@ -1,4 +1,4 @@
-"""The HTTP edge of a house, and OpenAI's client in front of it."""
+"""Fixtures: a house's HTTP API, and OpenAI's client for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .openai_calls import MODEL, Open
 
 
 class HttpServer:
-    """The HTTP edge of a house on a free port, in the house's loop, with Serve's server and middleware."""
+    """A house's HTTP API on a free port, in the house's event loop, with Serve's server and middleware."""
 
     def __init__(self, house: House, keep_alive_s: float, origins: Sequence[str]) -> None:
         app = RequestIdMiddleware(HttpDoor(house.door._requests, 1 << 20, keep_alive_s, origins).app)
@@ -45,8 +45,8 @@ class HttpServer:
 
 @pytest.fixture
 def make_http(make_house: Callable[..., House]) -> Iterator[Callable[..., str]]:
-    """make_http(house) → the address of its HTTP edge. keep_alive_s: the longest silence of a stream.
-    origins: web pages of these may call."""
+    """Serve a house's HTTP API: make_http(house) returns its address. keep_alive_s: the longest silence of a
+    stream. origins: web origins that may call."""
     servers: list[HttpServer] = []
 
     def make(house: House, keep_alive_s: float = HANG_S, origins: Sequence[str] = ()) -> str:

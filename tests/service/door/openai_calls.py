@@ -1,4 +1,4 @@
-"""What the tests of the HTTP edge ask through OpenAI's client."""
+"""Calls of OpenAI's client for the tests of the HTTP API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 LONG = "x" * 500
 JSON = {"content-type": "application/json"}
 Open = Callable[..., openai.OpenAI]
-"""(address, token) → a client that never tries again."""
+"""Makes a client without retries from an address and a bearer token."""
 
 
 def chat(api: openai.OpenAI, messages: list[Any] = HI, **options: Any) -> Any:

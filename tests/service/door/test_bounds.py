@@ -1,4 +1,4 @@
-"""What the edges refuse before it is in memory: who has no token, what is too long, too slow, too much."""
+"""Doors refuse requests before they read them: without a token, too long, too slow, too many."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chat(messages: list[Any]) -> bytes:
 
 
 def said_to_headers(address: str, *headers: str) -> bytes:
-    """The answer's first line, to a request of which no byte of the body is sent."""
+    """Return the first line of the answer to a request whose body is never sent."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), HANG_S) as connection:
         head = [f"POST {PATH} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", *headers, "", ""]
@@ -151,13 +151,13 @@ def test_parses_requests_outside_the_event_loop(
     assert len(readers) == 2 and house.loop.name not in readers
 
 
-# --- requests of which nothing has arrived -----------------------------------------------------------------
+# --- requests without a received body ----------------------------------------------------------------------
 
 
 @pytest.fixture
 def begun(make_http: Any) -> Iterator[Callable[..., Any]]:
-    """begun(address, token) → the answer's first line to a request without its body; None once it is accepted
-    and waits for the body."""
+    """Begin requests without their bodies: begun(address, token) returns the answer's first line, or None
+    once the request is accepted and waits for its body."""
     with contextlib.ExitStack() as kept:
 
         def begin(address: str, token: str) -> bytes | None:
@@ -226,7 +226,7 @@ GENERATE = "/deltafront.v1.DeltafrontService/Generate"
 
 @contextlib.contextmanager
 def silent(house: House, count: int, token: str = "", path: str = GENERATE) -> Iterator[list[Any]]:
-    """Calls that are begun and send nothing."""
+    """Begin calls that send nothing."""
     with contextlib.ExitStack() as stack:
         calls = []
         for _ in range(count):
@@ -240,7 +240,7 @@ def silent(house: House, count: int, token: str = "", path: str = GENERATE) -> I
 
 
 class Never:
-    """Requests that do not come."""
+    """A stream of requests that never yields one."""
 
     def __init__(self) -> None:
         self._closed = threading.Event()
@@ -288,7 +288,7 @@ def test_no_more_messages_are_received_than_have_room(
 
 @pytest.fixture
 def guarded(make_house: Callable[..., House], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
-    """It receives four messages at once, of alpha and beta."""
+    """Start a door that receives at most four messages at once, with the bearer tokens alpha and beta."""
     monkeypatch.setattr(places, "_RECEIVING_BYTES", 0)
     (tmp_path / "tokens").write_text("alpha\nbeta\n")
     return make_house(tokens_file=str(tmp_path / "tokens"))
@@ -310,7 +310,7 @@ def test_messages_that_do_not_come_leave_places_to_other_callers(guarded: House)
 def test_a_message_that_stalls_gives_its_place_to_a_waiting_one(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without tokens all clients are one caller, which may take all places."""
+    """Without bearer tokens all clients are one caller, which may take all places."""
     monkeypatch.setattr(places, "_RECEIVING_BYTES", 0)
     monkeypatch.setattr(places, "_KEPT_S", 0.1)
     house = make_house()

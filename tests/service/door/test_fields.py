@@ -1,4 +1,4 @@
-"""Fields are counted on the wire as protobuf decodes them."""
+"""Counting a message's encoded fields agrees with protobuf's decoder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .test_wire import requests
 
 
 def fields(message: Message) -> int:
-    """As decoded. A map's entry is a message of two fields."""
+    """Count the fields of a decoded message. A map's entry is a message of two fields."""
     count = 0
     for field, value in message.ListFields():
         entries = field.message_type is not None and field.message_type.GetOptions().map_entry

@@ -1,4 +1,4 @@
-"""SERVING exactly while every configured role has a started member."""
+"""Health is SERVING exactly while each role has a started worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def health(house: House) -> Any:
 def test_health_is_not_serving_while_a_role_only_starts(
     make_house: Callable[..., House], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = make_house(refresh_s=3600)  # polls when told
+    house = make_house(refresh_s=3600)  # polls only on request
     assert health(house) == SERVING
     worker = house.group if role == "group" else house.decode
 
@@ -99,7 +99,6 @@ def test_a_watch_ends_by_itself(house: House) -> None:
 
 
 def test_health_bypasses_serves_request_queue(house: House) -> None:
-    """The door answers, and not Serve's function, which would wait for one."""
 
     async def asked() -> Any:
         server = gRPCGenericServer(serve_that(raises))

@@ -1,4 +1,4 @@
-"""Other programs that read OpenAI's streams and headers: Go's clients, benchmarks, HTTP/1.0, browsers."""
+"""Other clients of OpenAI's API: Go's libraries, benchmarks, HTTP/1.0, browsers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .test_openai import lines
 
 PATH = "/v1/completions"
 Writes = list[bytes]
-"""The server's lines as it writes them."""
+"""Writes the server's lines in the server's own pieces."""
 
 
 async def written(comments: bool, count: int = 3) -> Writes:
-    """A stream with skipped lines before its two events."""
+    """Return a stream with two events and keep-alive lines before them."""
     parts = Writes()
 
     async def send(message: Any) -> None:
@@ -40,7 +40,7 @@ async def written(comments: bool, count: int = 3) -> Writes:
 
 
 def openai_go(writes: Writes) -> list[Any]:
-    """openai-go until 3.42: every empty line ends an event, also one without data."""
+    """Parse like openai-go until 3.42: every empty line ends an event, also one without data."""
     data, events = b"", []
     for line in b"".join(writes).split(b"\n")[:-1]:
         name, _, value = line.partition(b":")
@@ -53,7 +53,7 @@ def openai_go(writes: Writes) -> list[Any]:
 
 
 def go_openai(writes: Writes) -> list[Any]:
-    """sashabaranov/go-openai: gives up after 300 lines without data before an event."""
+    """Parse like sashabaranov/go-openai, which fails after 300 lines without data before an event."""
     empty, events = 0, []
     for line in b"".join(writes).splitlines():
         if line.strip().startswith(b"data:"):
@@ -65,7 +65,8 @@ def go_openai(writes: Writes) -> list[Any]:
 
 
 def vllm_bench(writes: Writes) -> list[Any]:
-    """`vllm bench serve`: strips what comes together, then looks for empty lines or one whole event."""
+    """Parse like `vllm bench serve`, which strips each received piece and looks for empty lines or one whole
+    event."""
     held, events = "", []
     for part in writes:
         held += part.strip().decode()
@@ -77,7 +78,7 @@ def vllm_bench(writes: Writes) -> list[Any]:
 
 
 def sglang_bench(writes: Writes) -> list[Any]:
-    """SGLang's bench_serving: every line that is not blank is an event."""
+    """Parse like SGLang's bench_serving: every line that is not blank is an event."""
     found = (line.strip().removeprefix(b"data: ") for line in b"".join(writes).splitlines())
     return [json.loads(event) for event in found if event not in (b"", b"[DONE]")]
 
@@ -111,7 +112,7 @@ async def test_go_clients_skip_progress_comments(
 
 @pytest.mark.asyncio
 async def test_sends_keep_alive_lines_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of many small chunks would send more than some clients take."""
+    """Otherwise a prompt of many small chunks would send more lines than some clients accept."""
     now = iter([index * 0.25 for index in range(2000)])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     writes = await written(comments=True, count=400)
@@ -120,7 +121,7 @@ async def test_sends_keep_alive_lines_at_most_once_a_second(monkeypatch: pytest.
 
 
 def asked(address: str, version: str, body: Any, *headers: str) -> tuple[bytes, bytes]:
-    """Head and body of an answer, until the server closes."""
+    """Read an answer until the server closes. Return head and body."""
     host, port = address.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     head = [f"POST {PATH} HTTP/{version}", *(f"{key}: {value}" for key, value in JSON.items())]
@@ -178,7 +179,7 @@ def test_every_answer_has_one_request_id_which_the_audit_log_has(
 
 
 def test_refuses_bodies_that_are_not_declared_as_json(house: House, address: str) -> None:
-    """A web page may send texts and forms to any server, without a question before."""
+    """A web page may send texts and forms to any server without a CORS preflight."""
     body = json.dumps({"model": MODEL, "prompt": "p", "max_tokens": 2})
     for kind in (None, "text/plain", "application/x-www-form-urlencoded", "x" * 5000):
         answer = httpx.post(address + PATH, content=body, headers={"content-type": kind} if kind else {})

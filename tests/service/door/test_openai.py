@@ -1,26 +1,26 @@
-"""The HTTP edge through OpenAI's own client, against the real pipeline with fake workers. What holds
+"""OpenAI's HTTP API through OpenAI's own client, with fake workers. The service keeps these rules
 (13 to 19 in `test_openai_refusals.py`):
 
-1. models are listed with the length that they take, and found by name;
-2. a chat is answered in one piece, with usage, and an earlier answer can be sent back as it came;
-3. a streamed chat has the same text, after a chunk that names the role, and ends;
-4. a stream ends with a chunk of usage if it was asked for, and only then;
-5. a text is completed, in one piece and streamed;
-6. a prompt may be token ids, and a list of one prompt;
-7. the tokens are those that gRPC gives for the same prompt;
-8. stop strings end an answer, and text held back for one is not lost;
+1. `/v1/models` lists the model with its context length, and finds it by name;
+2. a chat is answered with usage, and the client may send the answer back unchanged;
+3. a streamed chat has the same text, after a first chunk with the role;
+4. a stream ends with a usage chunk if the request asks for one, and only then;
+5. a text is completed, whole or streamed;
+6. a prompt may be token ids, or a list with one prompt;
+7. the tokens are the same as those of gRPC for the same prompt;
+8. stop strings end an answer, and held-back text is not lost;
 9. sampling options reach the worker;
-10. the service's own options do, and what it measured comes back;
-11. a prompt is kept as a session, and a question about it reads only what is new;
-12. comments tell who asks how far a prompt is, and lines without a text that a waiting one is alive;
-13. only known tokens may call, and a session belongs to its token;
-14. a bad value is refused with the name of its field;
-15. what is not supported is refused by name, unless it asks for nothing;
-16. a prompt that is too long is told so by OpenAI's code, a body that is too long by 413;
-17. unknown models, sessions and addresses are not found;
-18. a full server answers 429 with Retry-After, and 413 to what it could never hold;
-19. workers that fail give 503 with Retry-After, and an error event once the answer has begun;
-20. a client that leaves frees everything, whatever its request was doing.
+10. Deltafront's own options reach the worker, and its measurements come back;
+11. a prompt can be kept as a session, and a question to it prefills only the question;
+12. on request, comments report the progress of prefill; otherwise keep-alive lines are sent;
+13. only known bearer tokens may call, and a session belongs to its token;
+14. an error names the field of a bad value;
+15. an unsupported field is refused by name, unless its value has no effect;
+16. a prompt that is too long gets OpenAI's code, and a body that is too long gets 413;
+17. unknown models, sessions and paths get 404;
+18. a full server answers 429 with Retry-After, or 413 if the request can never fit;
+19. failed workers give 503 with Retry-After, or an error event once the answer has begun;
+20. a client that disconnects frees everything, in any phase of its request.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_lists_and_retrieves_the_served_model(api: openai.OpenAI) -> None:
 
 
 def test_path_may_end_with_a_slash(address: str) -> None:
-    """The door answers directly: a redirect would point elsewhere after a proxy."""
+    """The door does not redirect, because after a proxy a redirect could point elsewhere."""
     for path in ("/v1/models/", f"/v1/models/{MODEL}/", "/health/"):
         answer = httpx.get(address + path)
         assert (answer.status_code, answer.history) == (200, [])
@@ -220,7 +220,7 @@ def test_usage_names_the_tier_that_cached_tokens_came_from(
         ({"prompt_cache_retention": "in_memory"}, 0.0),
         ({"prompt_cache_retention": "24h"}, 86_400.0),
         ({"retain_s": 90}, 90.0),
-        ({"retain_s": 0}, None),  # not remembered
+        ({"retain_s": 0}, None),  # not cached
     ],
 )
 def test_request_sets_how_long_its_prompt_is_retained(
@@ -244,7 +244,7 @@ def test_stop_strings_end_the_answer_and_are_not_shown(house: House, api: openai
 
 
 def test_chat_template_kwargs_reach_the_template(house: House, api: openai.OpenAI) -> None:
-    """By OpenAI's client as with vLLM, by ours, in a prompt and in what follows a session."""
+    """Tries OpenAI's client and ours, with a prompt and with messages after a session."""
     glad: dict[str, Any] = {"chat_template_kwargs": {"mood": "glad"}}
     chat(api, extra_body=glad)
     assert bytes(house.group.jobs[-1].token_ids[::4]).decode() == f"{HI_READ}glad"
@@ -320,7 +320,7 @@ def test_requests_without_a_seed_get_different_seeds(house: House, api: openai.O
     assert fixed == [0, 0]
 
 
-def test_our_own_options_reach_the_service(house: House, api: openai.OpenAI) -> None:
+def test_deltafront_options_reach_the_service(house: House, api: openai.OpenAI) -> None:
     extra = {
         "skip_cache": True,
         "retain_s": 60,
@@ -348,7 +348,7 @@ def test_our_own_options_reach_the_service(house: House, api: openai.OpenAI) -> 
         assert report["recomputed_tokens"] == 256
 
 
-def test_session_is_kept_and_asked_over_http(house: House, api: openai.OpenAI) -> None:
+def test_session_is_kept_and_questioned_over_http(house: House, api: openai.OpenAI) -> None:
     document = {"role": "user", "content": "d" * 300}
     question = {"role": "user", "content": "why?"}
     made = chat(api, [document, question], extra_body={"session_ttl_s": 600})
@@ -366,7 +366,7 @@ def test_session_is_kept_and_asked_over_http(house: House, api: openai.OpenAI) -
 
 
 def lines(address: str, body: dict[str, Any]) -> Iterator[str]:
-    """A streamed completion's lines that are not empty, as they come."""
+    """Yield the lines of a streamed completion that are not empty, as they arrive."""
     request = {"model": MODEL, "stream": True, **body}
     with httpx.stream("POST", f"{address}/v1/completions", json=request, timeout=HANG_S) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -397,13 +397,13 @@ def test_stream_comments_tell_the_prefill_progress(
 def test_client_that_leaves_frees_its_pages(
     house: House, connect: Open, make_http: Callable[..., str], doing: str, streamed: bool
 ) -> None:
-    """The work stops where the test holds it and would never end: only leaving frees its pages."""
+    """The work never ends by itself, so only the disconnect can free its pages."""
     worker = house.decode if doing == "answering" else house.group
     worker.pause_at = {"waiting": 0, "reading": 2, "answering": 3}[doing]
     address = make_http(house, keep_alive_s=0.01)
     if streamed:
         leave = complete(connect(address), LONG, max_tokens=50, stream=True).close
-    else:  # OpenAI's client would wait for the answer
+    else:  # OpenAI's client would wait for the whole answer
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
         connection.request("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": LONG}), JSON)
         leave = connection.close

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's clients: all are known, and values that change nothing are taken."""
+"""All fields of OpenAI's and vLLM's clients are known, and values without effect are accepted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VLLM = {
     *"repetition_detection stream_interval thinking_token_budget include_reasoning".split(),
     *"prompt_embeds response_format reasoning_effort".split(),
 }
-"""vLLM's fields of completions and chats beside OpenAI's (main, November 2026)."""
+"""vLLM's own fields of completions and chats (main, November 2026)."""
 DECIDED = {*openai_requests._NO_OP_VALUES, *openai_requests._LABELS}
 
 
@@ -45,8 +45,8 @@ DECIDED = {*openai_requests._NO_OP_VALUES, *openai_requests._LABELS}
     [(openai_requests._ChatFields, CHAT | VLLM), (openai_requests._TextFields, TEXT | VLLM)],
 )
 def test_every_field_of_openai_and_vllm_is_known(kind: Any, fields: set[str]) -> None:
-    """A new field of theirs fails this test, so that refusing or supporting it is a decision."""
-    own = {"chat_template_kwargs"}  # of messages alone
+    """A new field fails this test, so that we decide whether to support or refuse it."""
+    own = {"chat_template_kwargs"}  # only for messages
     assert fields - own <= {*kind.model_fields, *DECIDED, "stream"}
 
 
@@ -125,7 +125,7 @@ def test_answers_the_requests_of_public_benchmarks(house: House, address: str) -
 
 
 def test_bos_is_added_as_vllm_adds_it(house: House, api: openai.OpenAI) -> None:
-    """A text gets a BOS unless told otherwise, a rendered chat only if told to."""
+    """By default a text gets a BOS and a rendered chat does not."""
     for ask, told, begins in (
         (complete, None, True), (complete, True, True), (complete, False, False),
         (chat, None, False), (chat, False, False), (chat, True, True),
@@ -135,7 +135,7 @@ def test_bos_is_added_as_vllm_adds_it(house: House, api: openai.OpenAI) -> None:
 
 
 def test_rendered_prompt_gets_only_one_bos(model: Path, tmp_path: Path) -> None:
-    """A tokenizer whose post-processor writes BOS, as Llama 3's, after a template that wrote it."""
+    """The tokenizer's post-processor adds BOS, as Llama 3's does, and so does the template."""
     raw = Tokenizer.from_file(str(model / "tokenizer.json"))
     raw.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
     raw.save(str(tmp_path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""What the HTTP edge refuses, through OpenAI's own client: 13 to 19 of `test_openai.py`."""
+"""Refusals of OpenAI's HTTP API, through OpenAI's own client: rules 13 to 19 of `test_openai.py`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .openai_calls import HI, JSON, LONG, MODEL, Open, chat, complete
 CONTRACT = re.compile(
     r"Prefill|Generate|[Gg]RPC|sampling\.|attention\.|append\.|answered_ids|RESOURCE_|deadline"
 )
-"""Words of the gRPC contract, which callers over HTTP do not know."""
+"""Names of the gRPC contract that error messages over HTTP must not contain."""
 
 
 def refusal(call: Callable[[], Any], kind: type[openai.APIStatusError]) -> Any:
-    """The error object, and its response's headers under `headers`."""
+    """Return the error object, with the response's headers under `headers`."""
     with pytest.raises(kind) as caught:
         call()
     error = caught.value.response.json()["error"]
@@ -103,7 +103,7 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("param", BAD)
-def test_a_bad_value_is_refused_by_name(house: House, api: openai.OpenAI, param: str) -> None:
+def test_error_names_the_field_of_a_bad_value(house: House, api: openai.OpenAI, param: str) -> None:
     error = refusal(lambda: chat(api, extra_body=BAD[param]), openai.BadRequestError)
     assert (error["param"], error["type"]) == (param.strip(), "invalid_request_error")
     assert error["message"].startswith(f"{param.strip()}: ")
@@ -112,14 +112,14 @@ def test_a_bad_value_is_refused_by_name(house: House, api: openai.OpenAI, param:
 
 
 @pytest.mark.parametrize("prompt", [7, [], "", ["a", "b"], [[1], [2]], [1, -1], [1, "a"], [1, 258], [True]])
-def test_a_bad_prompt_is_refused_by_name(api: openai.OpenAI, prompt: Any) -> None:
+def test_error_names_a_bad_prompt(api: openai.OpenAI, prompt: Any) -> None:
     assert refusal(lambda: complete(api, prompt), openai.BadRequestError)["param"] == "prompt"
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'{"temperature": NaN}', b"\xff", b'{"model": "\\ud800"}']
 )
-def test_a_body_that_is_no_json_object_is_refused(address: str, body: bytes) -> None:
+def test_refuses_a_body_that_is_not_a_json_object(address: str, body: bytes) -> None:
     answer = httpx.post(f"{address}/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400
     assert "JSON" in answer.json()["error"]["message"]
@@ -143,8 +143,8 @@ def test_refuses_unsupported_fields_by_name(house: House, api: openai.OpenAI) ->
 
 
 TOO_LONG = "This model's maximum context length is 8192 tokens"
-"""Words by which litellm, and what is built on it, knows a prompt that is too long. LangChain looks for the
-code in the message."""
+"""The words by which litellm recognises a prompt that is too long. LangChain looks for the code in the
+message."""
 
 
 def test_refuses_too_long_prompts_answers_and_bodies_with_codes(api: openai.OpenAI) -> None:
@@ -165,7 +165,7 @@ def test_refuses_too_long_prompts_answers_and_bodies_with_codes(api: openai.Open
 def test_refuses_max_tokens_that_do_not_fit_and_cuts_default_lengths(
     make_house: Callable[..., House], make_http: Any, connect: Open
 ) -> None:
-    """OpenAI's rule: `max_tokens` must fit; without it the answer ends at the model's last position."""
+    """As in OpenAI's API, `max_tokens` must fit; without it the answer ends at the model's last position."""
     house = make_house(model_name=MODEL, default_max_tokens=100)
     api, prompt = connect(make_http(house)), "x" * 8181
     error = refusal(lambda: complete(api, prompt, max_tokens=11), openai.BadRequestError)
@@ -278,7 +278,7 @@ def test_every_error_has_a_status() -> None:
 def test_error_of_a_deadline_names_the_requests_own_field(
     house: House, api: openai.OpenAI, allowed: float
 ) -> None:
-    """The error names `timeout_s`, not the contract's deadline, and no clock."""
+    """The error names `timeout_s`, not gRPC's deadline, and gives no advice on clocks."""
     house.group.pause_at = 0
     for more in ({}, {"stream": True}):
         asked = {"timeout_s": allowed}

@@ -1,4 +1,4 @@
-"""Reasoning is told from content, through OpenAI's client and with real vocabularies."""
+"""Reasoning is separated from content: through OpenAI's client, and with real vocabularies."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def house(make_house: Callable[..., House]) -> House:
 
 
 def streamed(api: openai.OpenAI, **options: Any) -> tuple[AnswerPart, Any]:
-    """Return the texts that are told, and the usage at the end."""
+    """Return the streamed texts, and the usage at the end."""
     usage = {"stream_options": {"include_usage": True}}
     *chunks, last = chat(api, max_tokens=99, stream=True, **usage, **options)
     deltas = [chunk.choices[0].delta for chunk in chunks]
@@ -94,7 +94,7 @@ def streamed(api: openai.OpenAI, **options: Any) -> tuple[AnswerPart, Any]:
 
 
 def tokens_of_reasoning(opened: bool, text: str) -> int:
-    """A byte is a token, and one ends the answer. The marker that ends the reasoning is counted with it."""
+    """Count the tokens of reasoning including its end marker. Each byte is a token."""
     if not opened and not text.lstrip().startswith("<think>"):
         return 0
     reasoning, close, _ = text.partition("</think>")
@@ -102,7 +102,7 @@ def tokens_of_reasoning(opened: bool, text: str) -> int:
 
 
 @pytest.mark.parametrize(("opened", "text", "told"), ANSWERS)
-def test_a_chat_has_its_reasoning_beside_the_content(
+def test_chat_answer_has_reasoning_besides_content(
     house: House, api: openai.OpenAI, opened: bool, text: str, told: AnswerPart
 ) -> None:
     house.decode.script = [*text.encode(), EOS]

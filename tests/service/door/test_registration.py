@@ -1,4 +1,4 @@
-"""What Serve's own gRPC server says when it cannot call a door: plain words, and a code for trying again."""
+"""If Serve's gRPC server cannot call a door, clients get a plain message and a code for retries."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ GONE = "The actor died unexpectedly before finishing this task. class_name: Serv
 
 
 class Nobody:
-    """A servicer as Serve's proxy has it: its methods are never called."""
+    """A servicer like that in Serve's proxy, whose methods are never called."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
 
 
 def serve_that(end: Callable[[Any], None]) -> Callable[..., Any]:
-    """Serve's functions for a call: where it streams one message, then `end`, then an empty message."""
+    """Return Serve's functions for a call. A streaming call yields one message, calls `end` and yields an
+    empty message."""
 
     def factory(service_method: str, streaming_type: Any) -> Callable[..., Any]:
         async def unary(_request: Any, context: Any) -> bytes:
@@ -43,7 +44,7 @@ def serve_that(end: Callable[[Any], None]) -> Callable[..., Any]:
         async def stream(_request: Any, context: Any) -> AsyncIterator[bytes]:
             yield pb.GenerateResponse(token=pb.Token(index=0)).SerializeToString()
             end(context)
-            yield b""  # the door's last message: only Serve's proxy has any use for it
+            yield b""  # the door's last message, which only Serve's proxy uses
 
         return stream if "STREAM" in streaming_type.name.split("_")[1] else unary
 
@@ -84,7 +85,7 @@ async def _watch(stub: Any) -> None:
 
 
 async def statuses(end: Callable[[Any], None]) -> list[tuple[grpc.StatusCode, str]]:
-    """Of a unary call and of a stream, of the service and of grpc.health.v1."""
+    """Return the statuses of a unary call and of a stream, for the service and for grpc.health.v1."""
     server = gRPCGenericServer(serve_that(end))
     add_deltafront_to_server(Nobody(), server)
     add_health_to_server(Nobody(), server)
@@ -147,7 +148,7 @@ def test_successful_calls_keep_their_status(code: grpc.StatusCode | None) -> Non
 
 
 class Noted:
-    """A context as a door has it behind Serve's proxy, which reads it when a message comes, and only then."""
+    """A context like a door's in Serve: Serve's proxy reads it only when a message arrives."""
 
     code: grpc.StatusCode | None = None
 

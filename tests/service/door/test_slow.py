@@ -1,4 +1,4 @@
-"""Clients that send a byte at a time, directly and through HAProxy: a door gives them up."""
+"""Doors disconnect clients that send one byte at a time, directly and through HAProxy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ frontend http_frontend
 backend doors
   server door {door}
 """
-"""What matters of Serve's."""
+"""The relevant part of Serve's configuration."""
 BODY = b"Content-Length: 1000\r\n\r\n"
 Way = Callable[[str], contextlib.AbstractContextManager[str]]
 
@@ -49,7 +49,7 @@ def directly(address: str) -> Iterator[str]:
 
 @pytest.fixture
 def through_haproxy(tmp_path: Path) -> Way:
-    """HAProxy as Serve starts it, but for a shorter patience with heads."""
+    """Start HAProxy like Serve, but with a shorter timeout for headers."""
 
     @contextlib.contextmanager
     def started(address: str) -> Iterator[str]:
@@ -80,7 +80,7 @@ def answers(port: int) -> bool:
 
 @contextlib.contextmanager
 def dripping(address: str, head: bytes) -> Iterator[socket.socket]:
-    """A request whose bytes after the head come ten a second, for ever."""
+    """Send a request's head, then ten bytes per second until the `with` block ends."""
     host, port = address.removeprefix("http://").split(":")
     ended = threading.Event()
     with socket.create_connection((host, int(port)), HANG_S) as connection:
@@ -89,7 +89,7 @@ def dripping(address: str, head: bytes) -> Iterator[socket.socket]:
         )
 
         def drip() -> None:
-            with contextlib.suppress(OSError):  # it was closed
+            with contextlib.suppress(OSError):  # the server closed the connection
                 while not ended.wait(0.1):
                     connection.sendall(b"x")
 
@@ -125,7 +125,7 @@ def test_body_that_arrives_byte_by_byte_times_out_and_frees_its_room(
 
 
 def closed(connection: socket.socket) -> bool:
-    poll = select.poll()  # `select` takes the first 1024 descriptors alone
+    poll = select.poll()  # `select` takes only the first 1024 descriptors
     poll.register(connection, select.POLLIN)
     try:
         return bool(poll.poll(0)) and connection.recv(1) == b""

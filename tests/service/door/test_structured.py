@@ -1,4 +1,4 @@
-"""Answers in a given form, through OpenAI's client and gRPC's: JSON, choices, regexes, grammars."""
+"""Structured outputs through OpenAI's client and ours: JSON, choices, regexes, grammars."""
 
 from __future__ import annotations
 

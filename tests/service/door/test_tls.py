@@ -1,4 +1,4 @@
-"""TLS and mutual TLS at a port of the door's own, certificates that change, and nothing in the clear."""
+"""TLS and mutual TLS at the door's own port, changed certificates, and refusal of unencrypted requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def opened() -> list[tuple[House, TlsPort]]:
 def secure(
     make_house: Callable[..., House], authority: Authority, opened: list[tuple[House, TlsPort]]
 ) -> Iterator[Callable[..., tuple[House, str]]]:
-    """secure(client_ca=…, **door settings) → a door with a TLS port, and that port's address."""
+    """Start a door with a TLS port: secure(client_ca=…, **door settings) returns the door and the port's
+    address."""
 
     def make(client_ca: Path | None = None, **door: object) -> tuple[House, str]:
         certificate, key = authority.sign("server")
@@ -69,7 +70,7 @@ def secure(
 
 
 def test_certificate_expiry_is_a_metric(authority: Authority, tmp_path: Path) -> None:
-    """The door's is read again when it changes; Ray reads its own once."""
+    """A changed certificate of the door is read again; Ray's certificate is read once."""
     certificate, _ = authority.sign("server")
     day = time.time() + 86_400
     watched = Certificates(certificate, certificate)
@@ -157,7 +158,7 @@ def test_refuses_requests_that_are_not_encrypted(
 def test_refusal_of_plain_http_names_a_tls_proxy(
     secure: Callable[..., tuple[House, str]], make_http: Callable[[House], str]
 ) -> None:
-    """The port that speaks TLS is gRPC's alone."""
+    """The TLS port serves only gRPC."""
     house, _ = secure()
     refused = httpx.get(f"{make_http(house)}/v1/models")
     assert refused.status_code == 401
@@ -186,7 +187,7 @@ def test_new_certificates_need_no_restart(
     certificate, key = successor.sign("server")
     with DeltafrontClient(address, tls=Tls(authority.ca)) as before:
         before.info()
-        os.replace(key, authority.folder / "server.key")  # does not fit the old certificate
+        os.replace(key, authority.folder / "server.key")  # the new key does not match the old certificate
         with DeltafrontClient(address, tls=Tls(authority.ca)) as client:
             assert client.info().vocabulary == 258
         os.replace(certificate, authority.folder / "server.pem")

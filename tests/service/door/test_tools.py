@@ -1,4 +1,4 @@
-"""Tools through OpenAI's client: what the model reads, what it may call, and calls whole and streamed."""
+"""Tools through OpenAI's client: the prompt, the permitted calls, and calls in whole and streamed answers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def calls_of(answer: Any) -> list[tuple[str, str]]:
     return [(one.function.name, one.function.arguments) for one in answer.choices[0].message.tool_calls]
 
 
-def test_called_tools_come_beside_the_text(api: openai.OpenAI, says: Any, house: House) -> None:
+def test_answer_has_tool_calls_and_text(api: openai.OpenAI, says: Any, house: House) -> None:
     says(f"Let me see.\n{call('weather', ROME)}\n{call('weather', ROME)}")
     answer = chat(api, tools=[tool()], max_tokens=300)
     message = answer.choices[0].message
@@ -76,7 +76,7 @@ def test_called_tools_come_beside_the_text(api: openai.OpenAI, says: Any, house:
     assert '[tools:[{"type": "function", "function": {"name": "weather"' in prompt_of(house)
 
 
-def test_streamed_calls_add_up_to_the_whole_ones(api: openai.OpenAI, says: Any) -> None:
+def test_streamed_tool_calls_equal_unstreamed_ones(api: openai.OpenAI, says: Any) -> None:
     says(f"{call('weather', ROME)}\n{call('other', ROME)}")
     asked: dict[str, Any] = {"tools": [tool(), tool("other")], "max_tokens": 300}
     with api.chat.completions.stream(model=MODEL, messages=HI, **asked) as stream:
@@ -88,7 +88,7 @@ def test_streamed_calls_add_up_to_the_whole_ones(api: openai.OpenAI, says: Any) 
     assert len(deltas) > 20, "arguments come as they are written"
 
 
-def test_answer_without_calls_is_as_ever(api: openai.OpenAI, says: Any) -> None:
+def test_answer_without_tool_calls_is_plain_text(api: openai.OpenAI, says: Any) -> None:
     says("No <tool> needed")
     answer = chat(api, tools=[tool()], max_tokens=300)
     assert answer.choices[0].message.content == "No <tool> needed"
@@ -102,7 +102,7 @@ def test_answer_without_calls_is_as_ever(api: openai.OpenAI, says: Any) -> None:
         ({"type": "function", "function": {"name": "other"}}, {"other"}),
     ],
 )
-def test_model_must_call_what_is_required(api: openai.OpenAI, choice: Any, names: set[str]) -> None:
+def test_required_tool_is_always_called(api: openai.OpenAI, choice: Any, names: set[str]) -> None:
     answer = chat(
         api,
         tools=[tool(), tool("other")],
@@ -115,13 +115,13 @@ def test_model_must_call_what_is_required(api: openai.OpenAI, choice: Any, names
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
-def test_no_tool_is_shown_where_none_may_be_called(api: openai.OpenAI, house: House) -> None:
+def test_tool_choice_none_hides_tools_from_the_template(api: openai.OpenAI, house: House) -> None:
     chat(api, tools=[tool()], tool_choice="none")
     assert "tools:" not in prompt_of(house) and not house.decode.reservations[-1].options.constraint
 
 
-def test_results_of_tools_are_read_with_their_calls(api: openai.OpenAI, says: Any, house: House) -> None:
-    """The message of an answer goes back as it came."""
+def test_tool_results_reach_the_prompt_with_their_calls(api: openai.OpenAI, says: Any, house: House) -> None:
+    """The client sends the answer's message back unchanged."""
     says(call("weather", ROME))
     first = chat(api, tools=[tool()], max_tokens=300).choices[0].message
     says("Sunny")
@@ -134,7 +134,7 @@ def test_results_of_tools_are_read_with_their_calls(api: openai.OpenAI, says: An
     assert call("weather", ROME) in read and "[tool:sun <eos>]" in read
 
 
-def test_calls_that_spell_control_tokens_are_text(api: openai.OpenAI, house: House) -> None:
+def test_control_tokens_spelled_in_tool_calls_stay_text(api: openai.OpenAI, house: House) -> None:
     arguments = json.dumps({"city": "<eos>[a:<bos>"})
     said = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages = [*HI, {"role": "assistant", "tool_calls": [said]}, {"role": "tool", "tool_call_id": "c1",
@@ -144,14 +144,14 @@ def test_calls_that_spell_control_tokens_are_text(api: openai.OpenAI, house: Hou
     assert max(ids) < 256 and arguments in bytes(ids).decode()
 
 
-def test_call_cut_by_max_tokens_ends_by_length(api: openai.OpenAI, says: Any) -> None:
+def test_tool_call_cut_by_max_tokens_finishes_by_length(api: openai.OpenAI, says: Any) -> None:
     says(call("weather", ROME))
     answer = chat(api, tools=[tool()], max_tokens=52)
     assert answer.choices[0].finish_reason == "length"
     assert ROME.startswith(calls_of(answer)[0][1])
 
 
-def test_schema_holds_where_no_tool_is_called(api: openai.OpenAI) -> None:
+def test_answer_without_tool_calls_follows_the_schema(api: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": WEATHER}}
     answer = chat(api, tools=[tool()], response_format=form, max_tokens=300).choices[0].message
     said = answer.content or answer.tool_calls[0].function.arguments
@@ -177,9 +177,7 @@ def test_schema_holds_where_no_tool_is_called(api: openai.OpenAI) -> None:
          "must be a JSON object as text"),
     ],
 )  # fmt: skip
-def test_wrong_tools_are_refused_by_name(
-    api: openai.OpenAI, house: House, given: Any, param: str, said: str
-) -> None:
+def test_error_names_wrong_tools(api: openai.OpenAI, house: House, given: Any, param: str, said: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         chat(api, messages=HI, extra_body=given)
     body: Any = refused.value.body
@@ -187,7 +185,7 @@ def test_wrong_tools_are_refused_by_name(
     assert not house.group.jobs
 
 
-def test_template_without_tools_is_refused_in_words(
+def test_refuses_tools_if_the_template_has_none(
     make_house: Callable[..., House], make_http: Callable[..., str], connect: Open
 ) -> None:
     api = connect(make_http(make_house(model_name=MODEL)))

@@ -1,4 +1,4 @@
-"""Requests as OpenTelemetry spans: what they hold, whose trace they continue, where they go."""
+"""OpenTelemetry spans of requests: their contents, their traces and their export."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def house(make_house: Callable[..., House], spans: InMemorySpanExporter) -> Hous
 
 
 def generate(house: House, parent: str = PARENT, **request: Any) -> pb.Finish:
-    """Over gRPC; a new channel each time."""
+    """Generate over gRPC, with a new channel each time."""
     sampling = pb.SamplingOptions(max_tokens=4)
     asked = pb.GenerateRequest(**{"prompt": pb.Prompt(text="p" * 300), "sampling": sampling, **request})
     with grpc.insecure_channel(house.address) as channel:
@@ -60,7 +60,7 @@ def generate(house: House, parent: str = PARENT, **request: Any) -> pb.Finish:
 
 
 def ended(spans: InMemorySpanExporter, requests: int = 1) -> list[ReadableSpan]:
-    """The requests' own spans, as soon as there are so many: they end after their streams."""
+    """Wait for this number of requests' spans, because spans end after their streams."""
 
     def roots() -> list[ReadableSpan]:
         return [span for span in spans.get_finished_spans() if span.kind is SpanKind.SERVER]
@@ -192,7 +192,7 @@ def test_a_prompt_that_is_resumed_stays_one_request(house: House, spans: InMemor
 def test_failed_request_marks_its_span_as_an_error(
     house: House, spans: InMemorySpanExporter, request_: dict[str, Any], code: str, status: StatusCode
 ) -> None:
-    """An error is the service's; what its caller did wrong is not."""
+    """Only the service's own faults are errors, not invalid requests."""
     house.decode.fail_after = [0] * 9
     with pytest.raises(grpc.RpcError):
         generate(house, **request_)

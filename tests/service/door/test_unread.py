@@ -1,4 +1,4 @@
-"""Requests that end before a door has read them leave their line in the audit log, as all others do."""
+"""Requests that end before a door has read them have an audit line, too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Lines = Callable[[], list[tuple[str, str, str]]]
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Lines]:
-    """rpc, finish and caller of each."""
+    """Return a function that reads rpc, outcome and caller from the audit lines."""
     caplog.set_level(logging.INFO, "deltafront.audit")
 
     def written() -> list[tuple[str, str, str]]:
@@ -71,7 +71,7 @@ def test_message_without_room_has_an_audit_line(
 
 
 def test_message_too_long_for_grpc_has_an_audit_line(house: House, lines: Lines) -> None:
-    """gRPC ends the call by itself, and says to the door only that it has ended."""
+    """gRPC ends the call by itself, and tells the door only that it has ended."""
     too_long = bytes(house.config.door.max_message_bytes + 1)
     with grpc.insecure_channel(house.address) as channel:
         method = channel.unary_stream(GENERATE)
@@ -110,7 +110,7 @@ def test_health_checks_have_no_audit_line(house: House, lines: Lines) -> None:
 
 
 def test_call_that_serve_refuses_has_an_audit_line(lines: Lines) -> None:
-    """It says so before it calls the door, as to a client that names another application."""
+    """Serve refuses it before it calls the door, for example because the client names another application."""
 
     async def refused() -> None:
         server = gRPCGenericServer(serve_that(ends_with(grpc.StatusCode.NOT_FOUND)))
@@ -132,7 +132,7 @@ def test_call_that_serve_refuses_has_an_audit_line(lines: Lines) -> None:
 
 @contextlib.contextmanager
 def announced(address: str, **headers: str) -> Iterator[http.client.HTTPConnection]:
-    """A request of whose body nothing is sent."""
+    """Send a request without any byte of its body."""
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=HANG_S)
     connection.putrequest("POST", PATH)
     connection.putheader("Content-Type", "application/json")

@@ -1,4 +1,4 @@
-"""What is sent is what is read, both ways; and messages from a newer side."""
+"""Messages are unchanged after writing and reading, and newer peers' messages are accepted."""
 
 from __future__ import annotations
 
@@ -160,7 +160,6 @@ def _sent(message: object) -> object:
 
 
 def test_every_message_field_has_a_field_of_its_dataclass() -> None:
-    """Classes that are mapped by their fields' names have the contract's names."""
     for message, plain in wire._KINDS.items():
         assert set(plain.__dataclass_fields__) == set(message.DESCRIPTOR.fields_by_name), plain
     assert {value.number for value in pb.FinishReason.DESCRIPTOR.values} == set(wire._READ_REASONS)
@@ -178,7 +177,7 @@ def test_client_ignores_fields_and_events_of_a_newer_server() -> None:
 
 
 def test_template_variables_are_sent_as_json() -> None:
-    """A whole number is one again on the other side, so that a template shows no `512.0`."""
+    """Whole numbers stay integers, so that a template does not print `512.0`."""
     sent = Prompt(messages=(), chat_template_kwargs={"budget": 512, "list": [{"share": 0.5}, True, None]})
     found = wire.read(_sent(wire.write(pb.PrefillRequest, PrefillRequest(sent)))).prompt
     assert json.dumps(found.chat_template_kwargs, sort_keys=True) == json.dumps(

@@ -1,4 +1,4 @@
-"""Admission against brute force, and its promises as properties."""
+"""Compares admission with brute force, and checks its properties."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ needs = st.builds(
 
 
 def brute(need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]) -> set[tuple[str, str]]:
-    """Every (group, worker) pair on which the request could run in time, once the worker has the pages."""
+    """Find every (group, worker) pair on which the request could run in time, once the worker has free
+    pages."""
     pairs = set()
     for g in gs:
         for w in ws:
@@ -97,7 +98,7 @@ def test_admits_only_groups_and_workers_that_fit_the_prompt(
 
 
 def test_prefers_a_decode_worker_near_the_stages_if_it_has_room() -> None:
-    """Nearness is worth a quarter of a worker's pages, and nothing to one that is full."""
+    """A near worker is ranked as if a quarter of its pages were free in addition, unless it is full."""
     g = group_stats(pages_total=1000, pages_free=1000, nodes=("n1", "n2"))
     far = decode_stats("far", pages_free=80, node="n3")
 
@@ -152,7 +153,7 @@ def test_with_one_group_admission_equals_brute_force(
 def test_outdated_state_of_full_workers_refuses_no_request(
     need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
 ) -> None:
-    """The door's view is old: only a worker may say that its pages are taken."""
+    """The door's view may be old, so only a worker may refuse for lack of pages."""
     full = tuple(replace(w, pages_free=0) for w in ws)
     decision, roomy = admit(need, gs, full), admit(need, gs, ws)
     assert isinstance(decision, Admitted) == isinstance(roomy, Admitted)
@@ -199,8 +200,8 @@ def test_predicts_no_wait_without_a_measured_rate() -> None:
 
 
 def test_idle_group_with_a_slow_measured_rate_still_admits_requests() -> None:
-    """Compilation can make one prefill slow. Refusing every deadline after it would keep the slow rate for
-    good."""
+    """One prefill may be slow because kernels are compiled. If later deadlines were refused, the slow rate
+    would stay forever."""
     slow = group_stats(pages_total=1000, pages_free=1000, tokens_per_second=100.0)
     roomy = decode_stats(pages_total=1000, pages_free=1000)
     need = Need(6000, 0, 30.0)

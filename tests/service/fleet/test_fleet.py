@@ -1,4 +1,4 @@
-"""What the door knows of its workers while they answer slowly."""
+"""A door's view of its workers while they answer slowly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ W = TypeVar("W", FakeDecode, FakeGroup)
 
 
 def changed(worker: W, **state: Any) -> W:
-    """A fake that says something else of itself."""
+    """Return a fake worker with a changed state."""
     stats = worker.stats
 
     async def said() -> Any:
@@ -37,7 +37,8 @@ def changed(worker: W, **state: Any) -> W:
 
 
 def answering_late(worker: FakeDecode, asked: asyncio.Event, told: asyncio.Event) -> None:
-    """It says how it was when it was asked, but only once `told` is set."""
+    """Return a fake worker that answers with its state at the time of the call, but only after `told`
+    is set."""
     stats = worker.stats
 
     async def slow() -> DecodeStats:
@@ -225,7 +226,7 @@ def test_draining_workers_are_the_last_resort_if_all_drain() -> None:
 
 
 async def test_last_worker_of_a_role_is_renewed_until_another_exists() -> None:
-    """Renewing is what a worker hears; with no request, since none is under way."""
+    """The renewals name no requests, because there are none."""
     old, group = changed(FakeDecode("decode:old"), draining=True), FakeGroup("prefill:g0", lambda *_: None)
     directory = LocalDirectory([group], [old])
     fleet = Fleet(directory, lambda _view: None)
@@ -250,7 +251,7 @@ async def test_door_ignores_workers_of_another_configuration() -> None:
 
 
 async def test_new_door_takes_over_once_its_workers_are_ready() -> None:
-    """The doors of the configuration that it replaces serve meanwhile."""
+    """Until then the doors of the old configuration serve."""
     old = changed(FakeDecode("decode:old"), pairing="old")
     directory = LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [old])
     fleet = Fleet(directory, lambda _view: None, pairing="new")
@@ -278,7 +279,7 @@ async def test_session_on_a_draining_worker_is_found() -> None:
 
 
 async def test_worker_forgotten_during_a_poll_stays_forgotten() -> None:
-    """Its answer is older than its death. The next poll may find that it lives."""
+    """The worker's answer may be older than its death. The next poll may find the worker again."""
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     spare, group = FakeDecode("decode:d1"), FakeGroup("prefill:g0", lambda *_: None)
     fleet = Fleet(LocalDirectory([group], [decode, spare]), lambda _view: None)
@@ -298,7 +299,7 @@ async def test_worker_forgotten_during_a_poll_stays_forgotten() -> None:
 
 
 async def test_loading_worker_does_not_delay_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its actor has a name before its constructor has ended."""
+    """An actor can be found by name before its constructor has ended."""
     loading, loaded = FakeDecode("decode:new"), asyncio.Event()
     stats = loading.stats
 

@@ -1,4 +1,4 @@
-"""How many groups and workers: against trying every number, and as Serve calls the policies."""
+"""Compares the wanted numbers of groups and workers with brute force, and calls the policies like Serve."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class FakeContext:
     aggregated_metrics: dict[str, dict[Any, float]] = field(default_factory=dict)
 
     def record(self, replica: str, state: GroupStats | DecodeStats) -> None:
-        """As `Replica.record_autoscaling_stats` and Serve do between them."""
+        """Record states like `Replica.record_autoscaling_stats` and Serve."""
         for name, value in vars(state).items():
             if isinstance(value, int | float):
                 self.aggregated_metrics.setdefault(name, {})[replica] = float(value)

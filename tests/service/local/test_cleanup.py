@@ -1,4 +1,4 @@
-"""What a killed service leaves: processes that write to its folder, and the folder."""
+"""Cleanup after a killed service: the processes that write to its folder, and the folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with service_folder() as folder:
 
 
 class Owner:
-    """A process that owns a folder, and a process of its own that writes there."""
+    """A process that owns a folder, and its child process that writes there."""
 
     def __init__(self, temporary: Path) -> None:
         command = [sys.executable, "-c", OWNER, str(temporary)]
@@ -39,7 +39,7 @@ class Owner:
         self.folder, self.child = Path(folder), int(child)
 
     def reapers(self) -> list[int]:
-        """Those that wait for its death."""
+        """Return the reapers that wait for the owner's death."""
         asked = f"{cleanup.__file__}\0{self.folder}\0".encode()
         return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if asked in read(p)]
 
@@ -56,7 +56,7 @@ def read(path: Path) -> bytes:
 
 
 def runs(pid: int) -> bool:
-    """Not gone, and no zombie."""
+    """Return whether a process runs and is not a zombie."""
     return b"\nState:\tZ" not in (status := read(Path(f"/proc/{pid}/status"))) and bool(status)
 
 
@@ -79,7 +79,9 @@ def test_reaper_cleans_up_at_once_after_a_kill(owner: Owner) -> None:
 
 
 def test_clean_stop_leaves_no_process_or_file(owner: Owner) -> None:
-    wait_until(lambda: bool(owner.reapers()), "no reaper waits")  # its command shows a moment after its start
+    wait_until(
+        lambda: bool(owner.reapers()), "no reaper waits"
+    )  # `ps` shows its command a moment after its start
     owner.process.communicate("end\n")
     assert not runs(owner.child) and not owner.folder.exists() and not owner.reapers()
 
@@ -98,7 +100,7 @@ def test_next_start_cleans_up_if_the_reaper_was_killed(
 
 
 def test_folder_without_a_lock_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be being made, or is no service's."""
+    """The folder may be new, or may not belong to a service."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "deltafront-made").mkdir()
     assert cleanup.clean_up_killed_services() == [] and (tmp_path / "deltafront-made").exists()

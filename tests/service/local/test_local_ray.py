@@ -1,4 +1,4 @@
-"""What Ray and Serve are told on one machine, what is checked before, and how a failed start ends."""
+"""Settings of Ray and Serve on one machine, checks before a start, and failed starts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_ray_node_keeps_its_object_store_timeout(tmp_path: Path) -> None:
 
 
 def test_serve_proxies_have_the_whole_start_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads the constants in Serve itself. With its own 5 s, three of six starts on a busy machine failed."""
+    """Reads the constants in Serve itself. With Serve's own 5 s, three of six starts on a busy machine
+    failed."""
     named = {
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "PROXY_READY_CHECK_TIMEOUT_S",
         "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S",
@@ -105,7 +106,7 @@ def test_ray_workers_and_control_store_have_the_whole_start_time(
 
 
 def test_ray_does_not_deduplicate_audit_log_lines(tmp_path: Path) -> None:
-    """Ray's driver takes lines that differ in their numbers only for one."""
+    """Ray's driver treats lines that differ only in numbers as the same."""
     variables = ray_environment(parse(content()), tmp_path)
     asked = "from ray._private import ray_constants; print(ray_constants.RAY_DEDUP_LOGS)"
     told = {**os.environ, **variables}

@@ -1,4 +1,4 @@
-"""Ray's and HAProxy's lines go to a file; the terminal keeps what a person needs."""
+"""Ray and HAProxy write to a log file; the terminal shows only what its user needs."""
 
 from __future__ import annotations
 

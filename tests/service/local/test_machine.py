@@ -1,4 +1,4 @@
-"""What a machine does not have is said before Ray starts, with the key that wants it."""
+"""If a machine lacks something, an error before Ray's start names it and the key that needs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def on_gpus() -> ServiceConfig:
 
 @pytest.fixture
 def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """cuda(torch, code, gpus): torch has CUDA or not; the driver gives a code, or None for no driver."""
+    """Set up CUDA: cuda(torch, code, gpus). torch: whether torch has CUDA. code: the driver's result; None:
+    no driver."""
 
     def pretend(torch: bool, code: int | None, gpus: int = 0) -> None:
         (tmp_path / "lib").mkdir()
@@ -144,7 +145,7 @@ def test_advised_number_of_clients_passes_the_check(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("clients", [100, 4096, 20000])
 def test_open_file_check_equals_haproxys_own_need(clients: int, tmp_path: Path) -> None:
-    """With a limit of 100 it says how many it wants. Splicing adds pipes."""
+    """With a limit of 100, HAProxy prints its need. Splicing adds pipes."""
     config = tmp_path / "haproxy.cfg"
     config.write_text(
         f"global\n maxconn {clients}\n nbthread 4\n stats socket {tmp_path}/sock level admin\n"

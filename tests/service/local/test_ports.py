@@ -1,4 +1,5 @@
-"""The ports of a service: which are public, which must be free, and which follow from the gRPC port."""
+"""The ports of a service: public ports, ports that must be free, and ports that are chosen by the gRPC
+port."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_refuses_a_host_that_is_not_an_ip_address(key: str) -> None:
 @pytest.mark.parametrize("reuse", [False, True])
 def test_names_a_port_that_is_taken(reuse: bool) -> None:
     with socket.socket() as taken:
-        if reuse:  # as HAProxy does
+        if reuse:  # like HAProxy
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -75,7 +76,7 @@ def test_names_a_port_that_is_taken(reuse: bool) -> None:
 
 
 def test_services_on_neighbouring_ports_share_no_port() -> None:
-    """The ranges of doors' servers end before their upper bound, as Serve reads them."""
+    """Like Serve, this reads the upper bounds of ranges as exclusive."""
     taken: set[int] = set()
     for grpc_port in range(9000, 9120):
         ports = {name: int(port) for name, port in serve_ports(grpc_port).items()}

@@ -1,4 +1,4 @@
-"""Ray's private functions that a start replaces: a slow node is waited for, and nothing else is started."""
+"""A start replaces private functions of Ray: it waits for a slow node, and starts no unneeded process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltafront.service.local.ports import agent_ports
 from deltafront.service.local.ray_patches import minimal_node, slow_start, start_serve
 
 
-def test_a_node_that_starts_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_a_node_that_starts_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray import NodeID
     from ray._private import node, parameter, services
 
@@ -48,7 +48,7 @@ def test_a_node_that_starts_slowly_is_waited_for(tmp_path: Path, monkeypatch: py
     assert parameter.RayParams().metrics_agent_port is None
 
 
-def test_a_node_that_ends_while_it_starts_is_not_waited_for(
+def test_stops_waiting_for_a_node_that_ends_while_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ray import NodeID
@@ -93,7 +93,7 @@ def test_local_ray_node_has_no_api_server_or_autoscaler(monkeypatch: pytest.Monk
 
 
 def test_serve_starts_without_waiting_for_its_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither then nor when an application is run: Serve may replace one meanwhile."""
+    """Serve may replace a proxy meanwhile. The same holds when an application is run."""
     from ray.serve._private import api, client
 
     begun: list[Any] = []
@@ -110,7 +110,7 @@ def test_serve_starts_without_waiting_for_its_proxies(monkeypatch: pytest.Monkey
         def wait_for_proxies_serving(self, wait_for_applications_running: bool = True) -> None:
             raise AssertionError("a proxy is waited for")
 
-    assert callable(client.ServeControllerClient.wait_for_proxies_serving)  # which is what is replaced
+    assert callable(client.ServeControllerClient.wait_for_proxies_serving)  # the function that is replaced
     monkeypatch.setattr(api, "_create_controller_and_proxy_refs", create)
     monkeypatch.setattr(api, "_set_global_client", known.append)
     monkeypatch.setattr(client, "ServeControllerClient", Client)

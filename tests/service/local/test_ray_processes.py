@@ -1,4 +1,4 @@
-"""Ray's own processes are watched, and a loss is said in our words."""
+"""The end of one of Ray's own processes is reported in plain words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltafront.service.local.local_ray import RayProcesses
 
 @pytest.fixture
 def node() -> Iterator[subprocess.Popen[bytes]]:
-    """Lives until its standard input ends."""
+    """Start a process that runs until its standard input ends."""
     with subprocess.Popen([sys.executable, "-c", "exit(int(input()))"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()

@@ -1,4 +1,4 @@
-"""A start waits for what clients use, and says in one line why it cannot go on."""
+"""A start waits until clients can use the service, and gives the reason for a failure in one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ray.exceptions.RayTaskError({name}): \x1b[36mray::StageActor.load()\x1b[39m (pid
   File "workers/model/weights/stack_weights.py", line 140, in get
     raise {name}(words)
 {error}"""
-"""What Serve says of a replica whose stage cannot load."""
+"""Serve's message about a replica whose stage cannot load."""
 OURS = (
     "deltafront.workers.model.directory.model_files.ModelError: "
     "the weights have no tensor 'lm_head': they do not fit"
@@ -90,7 +90,7 @@ def test_every_error_is_one_line() -> None:
 
 
 class Serve:
-    """Says one status after another; the last again and again."""
+    """Returns one status after another, and repeats the last one."""
 
     def __init__(self, *statuses: Any) -> None:
         self._statuses = list(statuses)
@@ -128,7 +128,7 @@ def test_start_waits_until_the_application_runs() -> None:
     ],
 )
 def test_start_fails_with_the_applications_reason(failed: Any, says: str) -> None:
-    """Errors of ours at once: Serve would try again, in vain."""
+    """Our own errors end the start at once, because Serve's retries would be in vain."""
     with pytest.raises(StartError, match=says):
         wait_until_running(Serve(application("DEPLOYING"), failed).status, "deltafront", nothing_failed)
 
@@ -172,7 +172,7 @@ def test_names_a_port_without_a_listener(house: House, listening: Any, port: str
         wait_until_answering(ports(house, **listening), nothing_failed, 0.1)
 
 
-def test_start_needs_a_door_behind_the_open_port(
+def test_start_needs_a_door_at_the_open_port(
     house: House, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "_PROBE_TIMEOUT_S", 0.1)

@@ -1,6 +1,7 @@
-"""`deltafront serve` as a process: what it prints, what its log has, and what is left when it is killed.
+"""`deltafront serve` as a process: its output, its log, and the cleanup after it is killed.
 
-Two starts, of a tiny model: one dies with Ray's control store, the other, in `make test-long`, by itself.
+Starts a tiny model twice. The first service ends with Ray's control store; the second, in `make test-long`,
+is killed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def service(config: Path) -> Iterator[LocalService]:
 
 
 def lines(service: LocalService) -> list[str]:
-    """What a person sees, from the start of Ray on: the model's own warnings come before."""
+    """Return the terminal's lines from the start of Ray on, without the model's warnings before it."""
     every = service.log.read_text().splitlines()
     return every[next(n for n, line in enumerate(every) if line.startswith("Starting Ray")) :]
 
@@ -67,7 +68,7 @@ def descendants(service: LocalService) -> list[psutil.Process]:
 
 
 def folder_of(processes: list[psutil.Process]) -> Path:
-    """The service's own, in which its control store's log is."""
+    """Return the service's folder, which contains the log of its control store."""
     command = next(" ".join(one.cmdline()) for one in processes if one.name() == "gcs_server")
     found = re.search(r"--log_dir=(\S+)/ray/session_", command)
     assert found
@@ -112,7 +113,7 @@ def test_serve_prints_addresses_and_logs_requests_until_ray_dies(service: LocalS
             list(client.generate("x" * 20, max_tokens=1, request_id=name))
             with pytest.raises(InvalidArgument):
                 list(client.generate("x" * 20, temperature=-1, request_id=f"{name}-refused"))
-        with pytest.raises(DeltafrontError):  # gRPC does not receive it, and no door reads its id
+        with pytest.raises(DeltafrontError):  # gRPC refuses the message, so no door reads its id
             list(client.generate("x" * (17 << 20)))
     every = (
         {"": "cancelled"}

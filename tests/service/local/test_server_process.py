@@ -1,4 +1,4 @@
-"""A service as a child process: where it is, before it is started."""
+"""A service as a child process: its address, its start and its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_names_a_configuration_mistake_before_starting_anything(tmp_path: Path) 
 
 
 def shortest_folder() -> Path:
-    """HAProxy's sockets leave seven characters for the name of a temporary folder."""
+    """Use a short temporary folder: the paths of HAProxy's sockets leave seven characters for its name."""
     for letters in itertools.product(string.ascii_lowercase, repeat=2):
         with contextlib.suppress(FileExistsError):
             folder = Path("/tmp", "".join(letters))
@@ -53,7 +53,7 @@ def shortest_folder() -> Path:
 
 @pytest.mark.long
 def test_service_can_restart_right_after_it_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its door is healthy before `serve` says that it is ready; Ray's agents would keep their ports."""
+    """Ray's agents must free their ports first."""
     temporary = shortest_folder()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -70,7 +70,7 @@ def test_service_can_restart_right_after_it_stops(tmp_path: Path, monkeypatch: p
 
 
 def commanded(folder: Path, code: str) -> LocalService:
-    """A service of which the process runs `code`, and then waits for signals."""
+    """Make a service whose process runs `code` and then waits for signals."""
     service = LocalService(written(folder, "grpc_port: 9123"))
     code = f"import os, signal, sys; {code}; os.write(1, b'up\\n'); signal.pause()"
     service._command = [sys.executable, "-c", code]

@@ -1,4 +1,5 @@
-"""The terminal is told why a service waits: Ray's kills for memory, and workers that die again and again."""
+"""The terminal shows why a service is delayed: Ray's kills for lack of memory, and workers that die
+repeatedly."""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ IMPORTED = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.s
 
 @pytest.mark.parametrize("module", ["deltafront.service.entry", "deploy/demo/demo.py"])
 def test_ctrl_c_while_modules_are_loaded_has_no_traceback(module: str, tmp_path: Path) -> None:
-    """It comes when typer or rich is imported."""
+    """Ctrl-C arrives while typer or rich is imported."""
     for name in ("typer", "rich"):
         (tmp_path / f"{name}.py").write_text(IMPORTED)
     root = Path(cleanup.__file__).resolve().parents[2]

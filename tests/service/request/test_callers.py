@@ -1,4 +1,4 @@
-"""What a token may have at once, counted over doors; and one line in the audit log for each request."""
+"""Quotas of bearer tokens, counted over all doors, and one audit line for each request."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ async def test_quota_counts_tokens_of_sessions() -> None:
 
 
 async def nothing_new() -> None:
-    """The workers say what they said before."""
+    """Let the workers repeat their last answers."""
 
 
 async def test_asks_workers_again_before_refusing_on_old_usage() -> None:
-    """Workers are not asked again where a newer answer could not change the refusal."""
+    """Workers are not asked again if a newer answer could not change the refusal."""
     reported, now, asked = (
         [OwnerUse(owner="a", door="other", requests=1, tokens=900)],
         list[OwnerUse](),
@@ -95,7 +95,7 @@ async def test_asks_workers_again_before_refusing_on_old_usage() -> None:
 
 @pytest.fixture
 def doors(make_house: Callable[..., House], tmp_path: Path) -> tuple[House, House]:
-    """They look at the workers once when they start, and then only where they have to know."""
+    """Start doors that poll the workers once, and then only on demand."""
     tokens = tmp_path / "tokens"
     tokens.write_text("alpha name=ann requests=2 tokens=2000\nbeta\ngamma requests=1\n")
     first = make_house(tokens_file=str(tokens), refresh_s=1e6)
@@ -129,13 +129,13 @@ def test_quota_of_a_token_holds_at_every_door(doors: tuple[House, House]) -> Non
         assert isinstance(made, PrefillFinished)
         with pytest.raises(Overloaded, match="holds 1501 tokens and may hold 2000"):
             list(elsewhere.generate("y" * 500, max_tokens=10))
-        list(elsewhere.generate("x" * 490, max_tokens=10))  # most of it is the session's
+        list(elsewhere.generate("x" * 490, max_tokens=10))  # most tokens are the session's
         elsewhere.release(made.session.session_id)
         list(elsewhere.generate("y" * 500, max_tokens=10))
 
 
 async def test_simultaneous_requests_at_two_doors_count_at_each() -> None:
-    """A later request counts with both doors' usage."""
+    """A later request sees the usage of both doors."""
     uses = list[OwnerUse]()
     first, second = (Callers(name, lambda: uses, nothing_new) for name in "ab")
     caller = Caller("c", "c", Quota(requests=1))
@@ -150,7 +150,7 @@ async def test_simultaneous_requests_at_two_doors_count_at_each() -> None:
 
 
 def test_client_that_changes_doors_is_not_refused(doors: tuple[House, House]) -> None:
-    """One request after the other, each as large as its token may hold."""
+    """Sends one request after the other, each as large as the quota."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(DeltafrontClient(door.address, "alpha")) for door in doors]
         for turn in range(12):
@@ -187,7 +187,7 @@ def test_audit_line_has_no_content(doors: tuple[House, House], caplog: pytest.Lo
         ("", "ann", "ReleaseSession", "", 0, 0, 0, "not_found"),
         ("wrong", "ann", "Generate", "", 0, 0, 0, "invalid_argument"),
         ("", "ann", "Generate", "", 0, 0, 0, "invalid_argument"),
-        ("", "", "Generate", "", 0, 0, 0, "unauthenticated"),  # nothing of it was received
+        ("", "", "Generate", "", 0, 0, 0, "unauthenticated"),  # its message was not received
     ]
     assert "secret" not in caplog.text
     assert "alpha" not in caplog.text

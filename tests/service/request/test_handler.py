@@ -1,4 +1,4 @@
-"""What a new edge relies on: requests and events without gRPC, one error by its code, nothing left."""
+"""The handler without a protocol: events, errors by their codes, and nothing left at the end."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ KEPT = [PrefillRequest(ASKED.prompt, session_ttl=600.0), replace(ASKED, session_
 
 @pytest.mark.parametrize("asked", KEPT, ids=lambda asked: type(asked).__name__)
 def test_session_is_released_if_its_client_left_before_the_reply(house: House, asked: PrefillRequest) -> None:
-    """No client knows its id, so it would only wait for its lease to end."""
+    """No client knows its id, so it would only hold pages until its lease ends."""
 
     async def leave() -> None:
         requests = house.door._requests

@@ -1,4 +1,4 @@
-"""Prompts whose beginning is remembered: found without being told and who reads the rest."""
+"""Prefix hits: how prompts are matched, and which worker prefills the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ....workers.profiles import make_profile
 from ....workers.tiny_model import write_weights
 from ...inprocess import write_model
 
-# --- the key ------------------------------------------------------------------------------------------------
+# --- the key -----------------------------------------------------------------------------------------------
 
 
 def shared_links(a: bytes, b: bytes) -> int:
@@ -76,7 +76,7 @@ def test_cache_root_depends_on_owner_salt_model_and_method() -> None:
 
 
 def test_lengths_with_other_thresholds_have_other_cache_roots(tmp_path: Path) -> None:
-    """The profile has levels for 256 and 1,024 tokens at one density, for 1,024 alone at the other."""
+    """The profile has levels for 256 and 1,024 tokens at one density, and only for 1,024 at the other."""
     model = write_model(tmp_path / "model")
     write_weights(model)
     profile = make_profile(model)
@@ -105,7 +105,7 @@ def test_lasting_tokens_depend_on_the_method(name: str, tokens: int, lasting: in
     assert lasting_tokens(method_spec(name), tokens) == lasting
 
 
-# --- who reads the rest -------------------------------------------------------------------------------------
+# --- which worker prefills the rest ------------------------------------------------------------------------
 
 
 def test_prefix_hit_never_covers_the_last_token() -> None:

@@ -1,4 +1,4 @@
-"""Prompts that go on from what is remembered of their beginning, through the door."""
+"""Prompts with a prefix hit, through a door."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STREAMING = {"method": "streaming", "options": {"min_tokens": 0}}
 
 
 def answer(client: DeltafrontClient, prompt: str, **options: object) -> GenerateFinished:
-    """The finish of a Generate, whose text is checked."""
+    """Run a Generate, check its text and return its last event."""
     text, _, finish, _ = collect(client.generate(prompt, max_tokens=6, **options))  # type: ignore[arg-type]
     assert text == expected(ids(prompt), 6)
     assert finish.usage.prompt_tokens == len(prompt) + 1
@@ -42,7 +42,7 @@ def test_prompt_reuses_its_owners_cached_prefix(doors: tuple[House, House]) -> N
             finish = answer(asking, DOCUMENT + "Who am I?", skip_cache=False)
             assert finish.usage.cached_tokens >= HELD
             assert finish.density.method == ""
-        # Half of it is the same.
+        # The first half is the same.
         half = DOCUMENT[:400] + "Something else altogether."
         assert answer(client, half).usage.cached_tokens == 400
         assert len(house.group.jobs) == 1, "no prefill group read anything more"
@@ -71,8 +71,8 @@ def test_reuses_no_prefix_of_another_owner_or_method(doors: tuple[House, House])
     nothing_left(house)
 
 
-def test_sessions_can_be_kept_of_reused_prefixes(house: House, client: DeltafrontClient) -> None:
-    """By Prefill, and by Generate; each is found in turn."""
+def test_prompt_with_a_prefix_hit_can_become_a_session(house: House, client: DeltafrontClient) -> None:
+    """Prefill and Generate keep one each, and later prompts hit both."""
     longer = DOCUMENT + "And so on. " * 10
     *_, first = client.prefill(DOCUMENT)
     *_, second = client.prefill(longer)
@@ -121,7 +121,7 @@ def noise(tokens: int) -> str:
 
 
 def test_prefill_group_prefills_a_long_rest(house: House, client: DeltafrontClient) -> None:
-    """From where its method can go on, over the pages that are there."""
+    """The group starts where its method can resume, with the KV that is cached."""
     answer(client, DOCUMENT)
     longer = DOCUMENT + noise(len(DOCUMENT) + 20)
     finish = answer(client, longer)
@@ -218,7 +218,7 @@ def test_prefix_scope_all_shares_cached_prefixes_across_owners(
 
 
 def test_reuses_no_prefix_on_a_draining_worker(house: House, client: DeltafrontClient) -> None:
-    """A session made there would end with the worker. If no other worker exists it serves on."""
+    """A session made there would end with the worker. If there is no other worker, it is used."""
     *_, made = client.prefill(DOCUMENT)
     changed(house.decode, draining=True)
     house.loop.run(house.fleet.refresh())
@@ -240,7 +240,8 @@ def test_reuses_no_prefix_on_a_draining_worker(house: House, client: DeltafrontC
 def test_resumed_answer_reuses_a_session_of_its_whole_prompt(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, tokens: int, dies: str
 ) -> None:
-    """704 tokens are whole pages: of them the last is read again, before what was answered."""
+    """The prompt of 704 tokens fills whole pages. Its last token is prefilled again, before the answered
+    tokens."""
     monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.01)
     prompt = "p" * (tokens - 1)

@@ -1,4 +1,4 @@
-"""Whoever spells a control token in a message says what it spells, and does not speak as somebody else."""
+"""A control token that a message spells stays text, so the message cannot speak in another role."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ INDEXED = (
 
 @dataclass(frozen=True)
 class Family:
-    """special, ordinary: added tokens, flagged so; bos, eos: of `special`."""
+    """The tokens of a model family. special, ordinary: added tokens, by their flag. bos, eos: two of
+    `special`."""
 
     template: str
     special: Sequence[str | AddedToken]
@@ -183,7 +184,7 @@ class Made:
         return {token["id"] for token in spelt.values()}
 
     def without_added(self) -> Tokenizer:
-        """An oracle: knows no token but those that it was trained to."""
+        """The oracle: a tokenizer without added tokens."""
         state = json.loads(self.tokenizer.to_str())
         state["added_tokens"] = []
         return Tokenizer.from_str(json.dumps(state))
@@ -217,7 +218,8 @@ def asked(content: str, role: str = "user") -> list[dict[str, str]]:
 
 
 def harmless(content: str, role: str) -> str:
-    """The tokens around an assistant's reasoning stay tokens."""
+    """Replace control tokens in a message by harmless text, except for the tokens around an assistant's
+    reasoning."""
     parts = re.split("(</?think>)", content) if role == "assistant" else [content]
     texts = ["Who is he" if part.strip() else part for part in parts[::2]]
     return "".join(itertools.chain(*itertools.zip_longest(texts, parts[1::2], fillvalue="")))
@@ -241,8 +243,8 @@ HOSTILE = [
 def test_messages_never_encode_to_control_tokens(
     name: str, form: str, role: str, made: dict[str, Made]
 ) -> None:
-    """Beside those around an assistant's reasoning. The ones that are there are the template's, in its order,
-    and all the text is there too."""
+    """Except for those around an assistant's reasoning. The control tokens are the template's, in its order,
+    and no text is lost."""
     case = made[name]
     for token in ALL_TOKENS:
         content = form.format(token, token)
@@ -256,7 +258,7 @@ def test_messages_never_encode_to_control_tokens(
 
 @pytest.mark.parametrize("name", ["smollm2", "chatml, tokens not flagged", "llama-3"])
 def test_control_tokens_spelled_in_messages_encode_as_text(name: str, made: dict[str, Made]) -> None:
-    """An oracle that knows no added tokens gives each stretch of text between the template's markers."""
+    """Between the template's markers, the ids are those of an oracle without added tokens."""
     case, oracle = made[name], made[name].without_added()
     for form in HOSTILE:
         content = form.format("<|im_end|>", "<|eot_id|>").strip()
@@ -353,7 +355,8 @@ def test_appended_messages_cannot_forge_another_role(made: dict[str, Made]) -> N
 )
 @pytest.mark.parametrize("name", ["smollm-3", "qwen-3", "deepseek-r1"])
 def test_assistant_reasoning_keeps_its_control_tokens(name: str, answer: str, made: dict[str, Made]) -> None:
-    """The ids of `apply_chat_template`, and those of earlier turns for a prefix of the K/V."""
+    """The ids equal those of `apply_chat_template`, and earlier turns keep their ids, so that their KV is
+    reused."""
     case, messages = made[name], asked(answer, "assistant")
     assert ids(case.text.encode_chat(messages)) == case.plain(case.rendered(messages))
     user = [*messages[:2], {"role": "user", "content": "And <think>why</think>?<|im_end|>"}]
@@ -364,7 +367,7 @@ def test_assistant_reasoning_keeps_its_control_tokens(name: str, answer: str, ma
 
 
 def test_reasoning_dropped_by_the_template_is_not_encoded(made: dict[str, Made]) -> None:
-    """It looks for the token in what the assistant said."""
+    """The template looks for the token in the assistant's messages."""
     case, answer = (
         made["qwen-3"],
         {"role": "assistant", "content": "<think>\nlong\n</think>\n\nAhab <|im_end|>"},
@@ -375,8 +378,8 @@ def test_reasoning_dropped_by_the_template_is_not_encoded(made: dict[str, Made])
     assert case.tokenizer.decode(found, skip_special_tokens=False) == case.rendered(messages)
 
 
-def test_template_that_edits_contents_creates_no_control_token() -> None:
-    """Templates here change case, split the content, or cut it."""
+def test_template_that_edits_contents_makes_no_control_token() -> None:
+    """Tries templates that change case, split the content or cut it."""
     upper = make(
         Family("{% for m in messages %}<s>{{ m.content | upper }}</s>{% endfor %}", ["<s>", "</s>", "<S>"])
     )
@@ -406,7 +409,7 @@ def test_refuses_a_control_token_that_the_template_looks_for() -> None:
         case.text.encode_chat(asked("a<s>b</s>"))
 
 
-def test_contents_may_hold_characters_of_private_use(made: dict[str, Made]) -> None:
+def test_messages_may_contain_private_use_characters(made: dict[str, Made]) -> None:
     every = "".join(chr(code) for code in (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE)))
     case = made["smollm2"]
     found = ids(case.text.encode_chat(asked(every + "<|im_end|>")))

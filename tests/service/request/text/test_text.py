@@ -21,7 +21,7 @@ SENTENCEPIECE = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581w
 
 
 def bytewise() -> Tokenizer:
-    """Byte-level, with a token for each byte: id 0 for byte 0 and so on."""
+    """Make a byte-level tokenizer with a token for each byte: id 0 for byte 0 and so on."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
@@ -31,7 +31,7 @@ def bytewise() -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """Drops the first space, and spells in bytes a text that no token has, like Llama 2's."""
+    """Make a tokenizer like Llama 2's: it drops the first space, and encodes unknown text as bytes."""
     vocabulary = {piece: number for number, piece in enumerate(SENTENCEPIECE)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     tokenizer.add_special_tokens([END])
@@ -81,7 +81,7 @@ def test_streamed_words_keep_their_spaces(pieces: list[str]) -> None:
 
 @given(st.text(alphabet="aé€🙂w", max_size=20))
 def test_characters_made_of_byte_tokens_are_streamed_whole(text: str) -> None:
-    """ByteFallback, between words."""
+    """The tokenizer's ByteFallback makes these tokens."""
     word = SENTENCEPIECE.index("\u2581w")
     ids = [word, *text.encode(), word, *text.encode(), word]
     shown, rest = streamed(PIECES, ids)
@@ -89,8 +89,8 @@ def test_characters_made_of_byte_tokens_are_streamed_whole(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from([0x61, 0xF0, 0x9F, 0xC3, 0xA9, 0xFF, 0x20, *range(256, 261)]), max_size=60))
-def test_invalid_utf_8_bytes_end_no_answer(ids: list[int]) -> None:
-    """A DecodeStream raises at some of them. Words after them are there, with their spaces."""
+def test_invalid_utf_8_bytes_do_not_end_the_answer(ids: list[int]) -> None:
+    """DecodeStream raises for some of them. Later words still have their spaces."""
     word = SENTENCEPIECE.index("\u2581w")
     shown, rest = streamed(PIECES, [word, *ids, *[0xFF] * 17, word, word])
     whole = "".join(shown) + rest
@@ -101,7 +101,7 @@ def test_invalid_utf_8_bytes_end_no_answer(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("filler", [0xFF, SENTENCEPIECE.index(END)])
 def test_tokens_without_text_are_not_decoded_again_and_again(filler: int) -> None:
-    """An answer of garbage would take time by the square of its length."""
+    """Otherwise the time of a garbage answer would grow with the square of its length."""
     held: list[int] = []
     detokenizer, word = Detokenizer(PIECES), SENTENCEPIECE.index("\u2581w")
     text = ""
@@ -113,7 +113,7 @@ def test_tokens_without_text_are_not_decoded_again_and_again(filler: int) -> Non
 
 
 def test_answer_resumed_elsewhere_has_the_same_text() -> None:
-    """In the middle of a character, and of a stop string."""
+    """The connection breaks in the middle of a character, and of a stop string."""
     ids = [*"aé🙂b".encode(), *b"STO", *b"x"]
     for cut in range(len(ids) + 1):
         first, again = (AnswerText(Detokenizer(BYTES), ["STOP"], answered=part) for part in ((), ids[:cut]))
@@ -123,7 +123,7 @@ def test_answer_resumed_elsewhere_has_the_same_text() -> None:
 
 
 def brute(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Where the answer ends if it arrives letter by letter: at the stop string that completes first."""
+    """Find the end of an answer that arrives letter by letter: the stop string that is complete first."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -233,7 +233,7 @@ FOLDING = (
         "{{ m.content", "{{ system + '+' if system and loop.last and m.role == 'user' }}{{ m.content"
     )
 )
-"""As Mistral's templates: the system message stands in the last message, if that is a user's."""
+"""A template like Mistral's: it puts the system message into the last message, if that is a user's."""
 
 
 @pytest.mark.parametrize("template", [ALTERNATING, FOLDING])

@@ -1,4 +1,4 @@
-"""How much text a door holds, for whom, and that it lets go of it."""
+"""A door's budget for texts: its limits, its shares per caller, and the release of memory."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_many_callers_leave_budget_for_another(size: int) -> None:
     assert texts.hold("d", 1000)
 
 
-def test_without_tokens_anonymous_callers_share_the_whole_budget() -> None:
+def test_callers_without_tokens_share_the_whole_budget() -> None:
     texts = TextBudget(MOST)
     held = [texts.hold(ANYONE, SHORT_BYTES) for _ in range(MOST // SHORT_BYTES)]
     assert sum(one.size for one in held) == MOST
@@ -232,7 +232,6 @@ def test_refuses_an_unknown_role(client: DeltafrontClient, role: str) -> None:
 
 
 def test_developer_role_counts_as_system(client: DeltafrontClient) -> None:
-    """The template would take the role's first letter."""
     messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": "hi"}]
     same = [{**messages[0], "role": "system"}, messages[1]]
     (*_, first), (*_, second) = generate(client, messages), generate(client, same)
@@ -240,7 +239,7 @@ def test_developer_role_counts_as_system(client: DeltafrontClient) -> None:
 
 
 def test_appended_text_and_documents_hold_no_control_tokens(client: DeltafrontClient) -> None:
-    """A request may ask for control tokens to be parsed."""
+    """On request, control tokens in a text are parsed."""
     for prompt, append in (("a<eos>b", None), ("ab", "<eos>")):
         tokens = []
         for rule in ("text", "parse"):
@@ -252,7 +251,7 @@ def test_appended_text_and_documents_hold_no_control_tokens(client: DeltafrontCl
 
 
 def test_text_is_freed_once_it_is_tokenised(house: House) -> None:
-    """While the answer still comes."""
+    """The text is freed before the answer ends."""
     marker = "A text that nobody holds. " * 20
 
     def texts() -> int:

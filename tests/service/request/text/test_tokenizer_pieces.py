@@ -1,4 +1,4 @@
-"""A long text is tokenised in pieces by several threads: the same ids, or not in pieces."""
+"""Long texts are tokenised in pieces by several threads, if the ids are the same as of the whole text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls in each format: what grammars let a model write is read back as calls whose arguments validate."""
+"""For each format of tool calls, answers that follow the grammar are parsed into calls with valid
+arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 
 
 def written(grammars: Grammars, grammar: str, seed: int, most: int = 600) -> tuple[str, bool]:
-    """What a random model writes, and whether it came to an end."""
+    """Return the output of a random model, and whether the answer ended."""
     state, chance, data = grammars.begin(grammar), random.Random(seed), bytearray()
     while not state.ended and len(data) < most:
         tokens = allowed(state)
@@ -51,7 +52,7 @@ def written(grammars: Grammars, grammar: str, seed: int, most: int = 600) -> tup
 
 
 def read(form: ToolFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
-    """The text and the calls (name, arguments) of an answer that comes in pieces."""
+    """Parse an answer in pieces. Return its text and its calls (name, arguments)."""
     parser, said, calls, start = ToolCallParser(form), "", list[list[str]](), 0
     parts = list[str | CallPart]()
     for cut in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
@@ -99,7 +100,7 @@ TEXTS = [
 @pytest.mark.parametrize(("number", "text", "said", "count"), TEXTS)
 @settings(max_examples=30, deadline=None, database=None)
 @given(cuts=st.lists(st.integers(0, 999), max_size=12))
-def test_text_and_calls_are_told_apart(
+def test_parser_separates_text_from_tool_calls(
     number: int, text: str, said: str, count: int, cuts: list[int]
 ) -> None:
     found, calls = read(FORMATS[number], text, cuts)
@@ -138,7 +139,7 @@ def test_answer_without_calls_follows_its_schema(grammars: Grammars) -> None:
         assert allowed(grammars.begin(grammar)) == sorted({ord("5"), ord(form.trigger[0])})
 
 
-def test_format_is_known_by_the_template() -> None:
+def test_recognises_the_tool_format_by_the_template() -> None:
     assert [format_of(f"{{% if tools %}}{form.marker}{{% endif %}}") for form in FORMATS] == [*FORMATS]
     assert format_of("{{ messages }}") is None
     assert format_of("{% if tools %}<tool_call><arg_key>{% endif %}") is None
