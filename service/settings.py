@@ -94,8 +94,8 @@ class DoorConfig:
     reasoning: Literal["think", "off"] = "off"
     """`think`: chat answers of OpenAI's API return the text in <think>…</think> as `reasoning`."""
     sampling_defaults: Literal["model", "neutral"] = "neutral"
-    """The default of temperature, top_p and top_k. `model`: the values of the model's generation_config.json,
-    as in vLLM. `neutral`: greedy."""
+    """The default of temperature, top_p, top_k and min_p. `model`: the values of the model's
+    generation_config.json, as in vLLM. `neutral`: greedy."""
     default_session_ttl_s: Positive = 600.0
     """How long a session is kept if its request sets no time."""
     prefix_reuse: bool = True

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deltafront.benchmarks.beside_flashinfer.pairs import CONFIG, Pair, copies_of
-from deltafront.kernels.layers.sampling import SamplingRows, gumbel, sample
+from deltafront.kernels.sampling.sample import SamplingRows, gumbel, sample
 
 VOCAB = 128_256
 TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.9

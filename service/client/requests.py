@@ -16,6 +16,7 @@ from deltafront.service.errors import InvalidArgument
 from deltafront.service.request import calls
 from deltafront.workers.messages.requests import PageSelection
 
+_OPTIONAL = ("min_p", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty")
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or messages ({"role": …, "content": …})."""
 
@@ -53,7 +54,8 @@ class GenerateOptions(PrefillOptions, total=False):
 
     Attributes:
         session_id, append: A session from `prefill` and the text or messages after it, in place of a prompt.
-        max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos: As in vLLM's SamplingParams.
+        max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, min_p, min_tokens, stop_token_ids,
+            logit_bias, frequency_penalty, presence_penalty, repetition_penalty: As in vLLM's SamplingParams.
         page_selection: `full` or `delta`. By default the server's.
         recompute_blocks: Number of blocks to recompute densely after sparse prefill. By default the server's.
         json_schema, regex, grammar: At most one, which the answer follows. A grammar is llguidance's Lark, or
@@ -69,6 +71,13 @@ class GenerateOptions(PrefillOptions, total=False):
     seed: int
     stop: str | Sequence[str]
     ignore_eos: bool
+    min_p: float | None
+    min_tokens: int | None
+    stop_token_ids: Sequence[int]
+    logit_bias: Mapping[int, float] | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    repetition_penalty: float | None
     page_selection: str
     recompute_blocks: int | None
     json_schema: Mapping[str, Any] | None
@@ -151,6 +160,9 @@ def _sampling(given: Mapping[str, Any]) -> calls.SamplingParams:
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         max_tokens=given.get("max_tokens"),
         ignore_eos=given.get("ignore_eos", False),
+        stop_token_ids=tuple(given.get("stop_token_ids", ())),
+        logit_bias=given.get("logit_bias") or {},
+        **{name: given.get(name) for name in _OPTIONAL},
     )
 
 

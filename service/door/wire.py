@@ -233,6 +233,7 @@ _FORMS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "deadline": (partial(_moment, Timestamp), _read_deadline),
     "expires": (partial(_moment, Timestamp), lambda expires: expires.ToMicroseconds() / _MICRO),
     "stop": (tuple, tuple),
+    "stop_token_ids": (tuple, tuple),
     "page_selection": (_PAGE_SELECTIONS.__getitem__, _read_selection),
     "reason": (_REASONS.__getitem__, lambda number: _READ_REASONS.get(number, FinishReason.OTHER)),
     "parts": (_parts, _read_parts),

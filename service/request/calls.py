@@ -69,6 +69,13 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     ignore_eos: bool = False
+    min_p: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True)

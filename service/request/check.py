@@ -3,7 +3,7 @@
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,10 +34,13 @@ _MAX_REQUEST_ID = 128
 _MAX_NAME = 256
 _MAX_OPTIONS = 256
 _MAX_TOP_K = 1 << 20
+_MAX_IDS = 1024
+_MAX_BIAS = 100
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "temperature": float,
     "top_p": float,
     "top_k": lambda top_k: max(int(top_k), 0),  # some files have -1 for off
+    "min_p": float,
 }
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Names of the messages' roles in chat templates."""
@@ -134,6 +137,9 @@ def _check_source(request: GenerateRequest) -> None:
     _require(request.session_ttl is None, "session_ttl", no_ttl)
     no_method = "applies to a prompt; what is appended to a session is read densely"
     _require(not (request.attention.name or request.attention.options), "attention", no_method)
+    no_prompt = "needs the prompt's tokens, which a session does not keep: use presence_penalty"
+    penalty = request.sampling.repetition_penalty
+    _require(penalty in (None, 1), "sampling.repetition_penalty", no_prompt)
 
 
 def _constraint(constraint: Constraint | None) -> Constraint | None:
@@ -229,6 +235,11 @@ def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
     given = {name: value for name, value in vars(params).items() if value is not None and name != "stop"}
     sampling = replace(limits.default_sampling, **given)
     _check_sampling(sampling)
+    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits)
+    _check_ids("sampling.logit_bias", sampling.logit_bias, limits)
+    for token, bias in sampling.logit_bias.items():
+        bounds = f"{bias} of token {token} must be between -{_MAX_BIAS} and {_MAX_BIAS}"
+        _require(abs(bias) <= _MAX_BIAS, "sampling.logit_bias", bounds)
     if sampling.max_tokens > limits.positions:
         more = f"{sampling.max_tokens} is more than the model's {limits.positions} positions"
         raise TooLong("sampling.max_tokens", f"{more}: ask for less")
@@ -263,6 +274,23 @@ def _check_sampling(sampling: Sampling) -> None:
     _require(0 < top_p <= 1, "sampling.top_p", f"{top_p} must be above 0 and at most 1")
     bounds = f"{top_k} must be between 0 (off) and {_MAX_TOP_K}"
     _require(0 <= top_k <= _MAX_TOP_K, "sampling.top_k", bounds)
+    _require(0 <= sampling.min_p <= 1, "sampling.min_p", f"{sampling.min_p} must be between 0 (off) and 1")
+    for name in ("frequency_penalty", "presence_penalty"):
+        penalty = getattr(sampling, name)
+        _require(-2 <= penalty <= 2, f"sampling.{name}", f"{penalty} must be between -2 and 2")
+    penalty = sampling.repetition_penalty
+    above = math.isfinite(penalty) and penalty > 0
+    _require(above, "sampling.repetition_penalty", f"{penalty} must be a number above 0")
+    fits = 0 <= sampling.min_tokens <= sampling.max_tokens
+    bounds = f"{sampling.min_tokens} must be between 0 and max_tokens, {sampling.max_tokens}"
+    _require(fits, "sampling.min_tokens", bounds)
+
+
+def _check_ids(name: str, ids: Collection[int], limits: Limits) -> None:
+    _require(len(ids) <= _MAX_IDS, name, f"has {len(ids)} tokens: at most {_MAX_IDS}")
+    for token in ids:
+        known = 0 <= token < limits.vocabulary
+        _require(known, name, f"{token} is no token id: they go from 0 to {limits.vocabulary - 1}")
 
 
 def _stop(stops: tuple[str, ...]) -> tuple[str, ...]:

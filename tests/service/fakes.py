@@ -40,6 +40,7 @@ from deltafront.workers.messages.requests import (
     Refused,
     Reservation,
     Reserved,
+    Sampling,
     recompute_pages,
 )
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats, GroupStats, OwnerUse
@@ -65,6 +66,10 @@ def follow(grammar: GrammarState | None, token: int) -> int:
     chosen = token if token in allowed else allowed[token % len(allowed)]
     grammar.take(chosen)
     return chosen
+
+
+def _ends(sampling: Sampling, token: int) -> bool:
+    return token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos)
 
 
 def pages(tokens: int) -> int:
@@ -374,7 +379,7 @@ class FakeDecode(Pausing):
             ids += token.to_bytes(4, "little")
             yield Token(index=count, token_id=token, logprob=-0.5)
             count += 1
-            if grammar.ended if grammar else token == EOS and not job.sampling.ignore_eos:
+            if grammar.ended if grammar else _ends(job.sampling, token):
                 reason = FinishReason.STOP
                 break
         self._requests.pop(job.request_id, None)

@@ -282,6 +282,7 @@ class DecodeEngine:
             known = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
             request.known_ids.frombytes(known or request.pages.session_token_ids)
             request.plan_reads(extend_ids, self._config.append_chunk_tokens)
+            request.note_answer(self._model.eos_ids)
             default = self._config.page_selection
             request.selects_pages = self._plan.selects_pages(request.options.page_selection, default)
             if not 0 <= job.keep_tokens <= request.prompt_tokens:

@@ -133,6 +133,7 @@ def appended_ids(reservation: Reservation, job: GenerateJob, vocab: int) -> arra
     if len(ids) != expected:
         raise ValueError(f"{len(ids)} appended tokens, but {expected} were reserved")
     _check_ids(ids, vocab)
+    _check_ids(np.frombuffer(job.distinct_ids, dtype="<u4"), vocab)
     return array("I", ids.tolist())
 
 

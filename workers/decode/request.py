@@ -12,6 +12,7 @@ from typing import Any
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.decode.reads import Recompute, Step, next_layers, plan_reads
+from deltafront.workers.decode.sampling.row_options import AnswerSoFar
 from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.kv.handoff.inbox import KVInbox
 from deltafront.workers.kv.pages.leases import Lease
@@ -159,6 +160,7 @@ class DecodeRequest:
     """The session that keeps the request's prompt."""
     answer_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
     recomputes: bool = False
+    so_far: AnswerSoFar | None = None
     grammar: GrammarState | None = None
     """The grammar that the answer must match, if any. Only the compute thread changes it."""
     span: Span = NO_SPAN
@@ -202,6 +204,15 @@ class DecodeRequest:
         self.answer_ids += extend_ids[prompt_end:]
         if self.known_ids:
             self.known_ids += extend_ids[:prompt_end]
+
+    def note_answer(self, eos_ids: Sequence[int]) -> None:
+        """Set `so_far`, if its sampling changes logits. Call it after `plan_reads`."""
+        job = self.job
+        if job is None or not job.sampling.changes_logits:
+            return
+        answered = job.answered_tokens if self.reservation.reads else 0
+        stop_ids = (*eos_ids, *job.sampling.stop_token_ids)
+        self.so_far = AnswerSoFar(job.distinct_ids, self.answer_ids, self.prompt_tokens - answered, stop_ids)
 
     def cache_prefix(self) -> None:
         """Put the request's full pages into the prefix cache.
@@ -266,7 +277,13 @@ class DecodeRequest:
         """The request's row in the next decode step, or in the sampling of its first token."""
         assert self.job is not None
         return Row(
-            self.serial, self.pages.table, self.length, self.token, self.job.sampling, self.selects_pages
+            self.serial,
+            self.pages.table,
+            self.length,
+            self.token,
+            self.job.sampling,
+            self.selects_pages,
+            self.so_far,
         )
 
     def kv_changed(self, now: float) -> None:

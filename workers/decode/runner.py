@@ -14,8 +14,8 @@ from deltafront.kernels.build import build
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import Attention, AttentionInput, StateSpec
 from deltafront.kernels.layers.rope import KVRows
-from deltafront.kernels.layers.sampling import sample
 from deltafront.kernels.methods import method_spec
+from deltafront.kernels.sampling.sample import sample
 from deltafront.workers.decode.decode_attention import BatchRows, LayerPlan, StepAttention
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.step_rows import (
@@ -149,8 +149,7 @@ class DecodeRunner:
         rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
         logits_RV = torch.stack([x.to(self.stack.device, torch.float32) for x in rows_V])
         positions_R = torch.tensor([row.length for row in rows], device=self.stack.device)
-        given = [row.sampling for row in rows]
-        sampling = sampling_rows(given, logits_RV.shape[1], self.stack.device, masks)
+        sampling = sampling_rows(rows, logits_RV.shape[1], self.stack.device, masks)
         ids_R, logprob_R = sample(logits_RV, sampling, positions_R)
         return LaunchedStep(ids_R, logprob_R, [(0, 0)] * len(rows)).chosen()
 

@@ -302,7 +302,8 @@ class DecodeScheduler:
         assert request.job is not None
         sampling = request.job.sampling
         complete = grammar is not None and grammar.ended
-        if complete or (choice.token in self._eos_ids and not sampling.ignore_eos):
+        ends = choice.token in self._eos_ids and not sampling.ignore_eos
+        if complete or ends or choice.token in sampling.stop_token_ids:
             request.close(FinishReason.STOP, "")
         elif request.left == 0:
             request.close(FinishReason.LENGTH, "")

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from deltafront.kernels.layers.sampling import SamplingRows
 from deltafront.kernels.layers.to_host import choices_to_host
+from deltafront.kernels.sampling.sample import SamplingRows
+from deltafront.workers.decode.sampling.row_options import AnswerSoFar, logit_options
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.grammars import Mask
 
@@ -30,6 +31,7 @@ class Row:
         key: A number unique to the request.
         length: Number of tokens whose KV is in the pages.
         token: The last sampled token, at position `length`. The step writes its KV.
+        so_far: Set if the sampling changes logits.
     """
 
     key: int
@@ -38,6 +40,7 @@ class Row:
     token: int
     sampling: Sampling
     selects_pages: bool
+    so_far: AnswerSoFar | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class StepRows:
             self._keys = ()  # if writing fails, all rows are written next time
             shape = self._shape(rows)
             self._write(same, rows[same:], shape.rows)
-            self._batch, self._keys = self._view(shape, [row.sampling for row in rows]), keys
+            self._batch, self._keys = self._view(shape, rows), keys
         return self._batch
 
     def constrain(self, batch: Batch, masks: Sequence[Mask | None]) -> SamplingRows:
@@ -154,14 +157,14 @@ class StepRows:
         if rows:
             _write_sampling(self.sampling, first, [row.sampling for row in rows], self._vocab)
 
-    def _view(self, shape: BatchShape, sampling: Sequence[Sampling]) -> Batch:
+    def _view(self, shape: BatchShape, rows: Sequence[Row]) -> Batch:
         return Batch(
             shape,
             self.table_RP[: shape.rows, : shape.columns],
             self.lengths_R[: shape.rows],
             self.ids_R[: shape.rows],
             self.selects_R[: shape.rows],
-            _written(self.sampling, sampling, self._vocab),
+            _written(self.sampling, rows, self._vocab),
         )
 
 
@@ -173,10 +176,10 @@ def _widths(pages: int) -> list[int]:
 
 
 def sampling_rows(
-    rows: Sequence[Sampling], vocab: int, device: torch.device, masks: Sequence[Mask | None] = ()
+    rows: Sequence[Row], vocab: int, device: torch.device, masks: Sequence[Mask | None] = ()
 ) -> SamplingRows:
     made = SamplingRows.room(len(rows), vocab, device)
-    _write_sampling(made, 0, rows, vocab)
+    _write_sampling(made, 0, [row.sampling for row in rows], vocab)
     constrains = bool(_write_masks(made, masks))
     return replace(_written(made, rows, vocab), constrains=constrains)
 
@@ -202,10 +205,11 @@ def _write_sampling(made: SamplingRows, first: int, rows: Sequence[Sampling], vo
         target[first : first + len(rows)].copy_(torch.tensor(values, dtype=target.dtype))
 
 
-def _written(made: SamplingRows, rows: Sequence[Sampling], vocab: int) -> SamplingRows:
-    drawn = [row for row in rows if row.temperature > 0]
+def _written(made: SamplingRows, rows: Sequence[Row], vocab: int) -> SamplingRows:
+    drawn = [row.sampling for row in rows if row.sampling.temperature > 0]
     filters = any(0 < row.top_k < vocab or row.top_p < 1 for row in drawn)
-    return made.first(len(rows), draws=bool(drawn), filters=filters)
+    options = logit_options([(row.sampling, row.so_far) for row in rows], vocab, made.seed_R.device)
+    return replace(made.first(len(rows), draws=bool(drawn), filters=filters), options=options)
 
 
 def _signed(seed: int) -> int:

@@ -1,6 +1,7 @@
 """The API server's messages to prefill groups and decode workers, and the workers' refusals and failures."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,7 +20,7 @@ by up to a block, so that it begins at a block boundary."""
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters. Temperature 0 is greedy; top_k 0 and top_p 1 are off.
+    """Sampling parameters, with vLLM's meaning. Temperature 0 is greedy; top_k 0 and top_p 1 are off.
 
     With a seed, the sampled tokens do not depend on the other requests of the batch.
     """
@@ -30,6 +31,19 @@ class Sampling:
     seed: int = 0
     max_tokens: int = 256
     ignore_eos: bool = False
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Say whether an option changes logits before a token is chosen."""
+        penalised = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        return bool(penalised or self.logit_bias or self.min_tokens or self.min_p)
 
 
 class PageSelection(StrEnum):
@@ -208,6 +222,7 @@ class GenerateJob:
         prompt_ids: Packed ids of the prompt tokens before `extend_ids`; empty unless blocks may be
             recomputed, now or in a later request on the session.
         answered_tokens: Number of tokens at the end of `extend_ids` that belong to the answer.
+        distinct_ids: Packed ids of the prompt's distinct tokens, for a repetition penalty.
     """
 
     request_id: str
@@ -216,6 +231,7 @@ class GenerateJob:
     keep_tokens: int = 0
     prompt_ids: bytes = field(repr=False, default=b"")
     answered_tokens: int = 0
+    distinct_ids: bytes = field(repr=False, default=b"")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,24 +4,23 @@ A field is refused by name if it is unknown or not supported. Null, values witho
 (`user`) are accepted. Requests may also have Deltafront's own fields.
 """
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, FailFast, Field
+from pydantic import FailFast, Field
 
-from deltafront.service.door.json_body import STRICT, UNSUPPORTED, BodyRules, show
+from deltafront.service.door.json_body import UNSUPPORTED, BodyRules, show
 from deltafront.service.door.openai.formats import read_constraint
+from deltafront.service.door.openai.sampling import SamplingFields, Strict
 from deltafront.service.door.openai.tools import call_id, read_calls, read_tools
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import (
     AttentionMethod,
     GenerateRequest,
     Prompt,
-    SamplingParams,
     SpecialTokens,
     check_count,
     pack_ids,
@@ -36,9 +35,6 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     "suffix": ("",),
     "logprobs": (False, 0),
     "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -50,12 +46,8 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     "verbosity": ("medium",),
     **dict.fromkeys(("audio", "moderation", "prediction", "reasoning_effort", "web_search_options"), ()),
     # vLLM's
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "use_beam_search": (False,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
     "skip_special_tokens": (True,),
@@ -91,7 +83,6 @@ _OWN_MESSAGES = {
     "best_of": _ONE_ANSWER,
     "request_id": "is not read from the body: send the header x-request-id",
 }
-_SEED_BITS = 64
 _DAY_S = 86_400.0
 _MAX_PARTS = 4096
 _MAX_TEXT_VALUES = 1 << 21
@@ -99,11 +90,7 @@ _MAX_TEXT_VALUES = 1 << 21
 _RULES = BodyRules(_LABELS, _NO_OP_VALUES, _OWN_MESSAGES, ("messages", "prompt", "chat_template_kwargs"))
 
 
-class _Strict(BaseModel):
-    model_config = STRICT
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """OpenAI's options of a stream, vLLM's `continuous_usage_stats`, and `include_progress` of our own."""
 
     include_usage: bool = False
@@ -112,25 +99,19 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] = False
 
 
-class _CommonFields(_Strict):
+class _CommonFields(SamplingFields):
     """Fields of both endpoints. Those from `method` on are the same as in gRPC."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: Annotated[int, Field(ge=-1, lt=1 << _SEED_BITS)] | None = None
-    stop: str | list[str] = []
     method: str = ""
-    options: dict[str, float] = {}
+    options: dict[str, float] = Field(default_factory=dict)
     session_id: str | None = None
     session_ttl_s: float | None = None
     page_selection: Literal["", "full", "delta"] = ""
     recompute_blocks: int | None = None
-    top_k: int | None = None
-    ignore_eos: bool = False
     cache_salt: str = ""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] = "in_memory"
     retain_s: float | None = None
@@ -143,9 +124,9 @@ class _CommonFields(_Strict):
 class _ChatFields(_CommonFields):
     messages: Annotated[list[dict[str, Any]], FailFast()]
     max_completion_tokens: int | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool = False
-    tools: list[Any] = []
+    tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
 
@@ -199,23 +180,12 @@ def _request(
 ) -> tuple[GenerateRequest, StreamOptions | None]:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options", "needs stream: true")
-    seed = fields.seed
-    if seed is None or seed < 0:  # like OpenAI, use a new seed for each sampled answer
-        seed = secrets.randbits(_SEED_BITS)
     request = GenerateRequest(
         prompt=prompt,
         session_id=fields.session_id,
         append=append,
         attention=AttentionMethod(fields.method, fields.options),
-        sampling=SamplingParams(
-            temperature=fields.temperature,
-            top_p=fields.top_p,
-            top_k=0 if fields.top_k == -1 else fields.top_k,
-            seed=seed,
-            stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
-            max_tokens=max_tokens,
-            ignore_eos=fields.ignore_eos,
-        ),
+        sampling=fields.params(max_tokens),
         page_selection=PageSelection(fields.page_selection),
         recompute_blocks=fields.recompute_blocks,
         session_ttl=fields.session_ttl_s,

@@ -28,8 +28,9 @@ class Answer:
         self._metrics = resources.metrics
         self._accepted = accepted
         detokenizer = resources.tokenizer.detokenizer(tools_of(call.prompt, call.append) is not None)
-        eos_ids = () if call.sampling.ignore_eos else resources.eos_ids
-        self._text = AnswerText(detokenizer, call.stop, eos_ids, call.answered)
+        sampling = call.sampling
+        end_ids = (*(() if sampling.ignore_eos else resources.eos_ids), *sampling.stop_token_ids)
+        self._text = AnswerText(detokenizer, call.stop, end_ids, call.answered, sampling.min_tokens)
         self._tokens_shown = 0
         self._gaps: list[float] = []
         self._last_token_at = time.monotonic()

@@ -71,6 +71,11 @@ async def tokenize(
     return ids
 
 
+def distinct_ids(ids: bytes) -> bytes:
+    """Return each token id once, packed, as `ids` are."""
+    return np.unique(np.frombuffer(ids, dtype="<u4")).tobytes()
+
+
 async def constrained(resources: Resources, call: Call) -> Call:
     """Put the grammar of a call's constraint into its options. Compile it here, too, so that a wrong one is
     refused before prefill. Raises InvalidArgument."""

@@ -28,7 +28,7 @@ from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.run.answer import Answer
 from deltafront.service.request.run.attempt import Attempt, Replays, deadline_timeout
 from deltafront.service.request.run.placement import READ_TOO_LATE, place, refusal_error, reserve
-from deltafront.service.request.run.plan import Plan, constrained, plan_answer, tokenize
+from deltafront.service.request.run.plan import Plan, constrained, distinct_ids, plan_answer, tokenize
 from deltafront.service.request.run.prefix import PrefixHit, find_prefix, prompt_key
 from deltafront.service.request.run.prompt_prefill import PromptPrefill
 from deltafront.workers.messages import events, prompts, requests
@@ -52,7 +52,7 @@ class RequestRun:
         self._accepted = accepted
         self._answer = Answer(resources, call, accepted)
         self._replays = Replays(resources, accepted.clock)
-        self._prompt_ids = self._append_ids = b""
+        self._prompt_ids = self._append_ids = self._distinct_ids = b""
         self._key: prompts.PromptKey | None = None
         self._kept: tuple[DecodeWorker, events.Session] | None = None
         """The session that the last event will name."""
@@ -93,6 +93,8 @@ class RequestRun:
         text.release()
         ids = self._prompt_ids + self._append_ids
         self._answer.new_tokens = len(ids) // requests.ID_BYTES
+        if call.sampling.repetition_penalty != 1:
+            self._distinct_ids = await asyncio.to_thread(distinct_ids, ids)
         if call.prompt is not None and resources.settings.prefix_reuse:
             self._key = await asyncio.to_thread(
                 prompt_key,
@@ -268,6 +270,7 @@ class RequestRun:
             keep_tokens=plan.keep_tokens,
             prompt_ids=plan.inexact_ids(call.method) if recomputed else b"",
             answered_tokens=len(self._answer.ids),
+            distinct_ids=self._distinct_ids,
         )
 
     async def _decode(

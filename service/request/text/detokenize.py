@@ -96,7 +96,11 @@ def overlap(text: str, stop: str) -> int:
 
 
 class AnswerText:
-    """Turns an answer's tokens into text. The client already has `answered`. End tokens have no text."""
+    """Turns an answer's tokens into text. The client already has `answered`. End tokens have no text.
+
+    Args:
+        min_tokens: In the text of so many first tokens a stop string ends nothing.
+    """
 
     def __init__(
         self,
@@ -104,8 +108,10 @@ class AnswerText:
         stops: Sequence[str],
         eos_ids: Collection[int] = (),
         answered: Iterable[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
+        self._min_tokens = min_tokens
         self._matcher = StopMatcher(stops)
         self._eos_ids = eos_ids
         self.ids: list[int] = []
@@ -119,7 +125,8 @@ class AnswerText:
 
     def push(self, token_id: int) -> Match:
         self.ids.append(token_id)
-        match = Match("") if self.ended else self._matcher.push(self._detokenizer.push(token_id))
+        text = "" if self.ended else self._detokenizer.push(token_id)
+        match = Match(text) if len(self.ids) <= self._min_tokens else self._matcher.push(text)
         self.stopped = match.stopped
         return match
 

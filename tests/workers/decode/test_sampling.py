@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from deltafront.kernels.layers.sampling import gumbel, sample
-from deltafront.workers.decode.step_rows import sampling_rows
+from deltafront.kernels.sampling.sample import gumbel, sample
+from deltafront.workers.decode.step_rows import Row, sampling_rows
 from deltafront.workers.messages.requests import Sampling
 
 VOCAB = 300
@@ -23,7 +23,7 @@ def logits_of(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, rows: list[Sampling], positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    given = sampling_rows(rows, logits.shape[1], CPU)
+    given = sampling_rows([Row(0, (), 0, 0, row, False) for row in rows], logits.shape[1], CPU)
     return sample(logits, given, torch.as_tensor(positions))
 
 
@@ -94,7 +94,7 @@ def test_sampled_frequencies_match_transformers_distribution(sampling: Sampling)
 @pytest.mark.parametrize("top_k", [0, 1, 5, 299, 300, 5000])
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 1.0])
 def test_filters_keep_the_same_tokens_as_transformers(top_k: int, top_p: float) -> None:
-    from deltafront.kernels.layers.sampling import _filter
+    from deltafront.kernels.sampling.sample import _filter
 
     logits = logits_of(8, seed=2)
     sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p)

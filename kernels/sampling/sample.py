@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from deltafront.kernels.sampling.logit_options import LogitOptions
+
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, splitmix64's increment, as a signed 64-bit number
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -23,10 +25,12 @@ class SamplingRows:
     graphs).
 
     Attributes:
-        drawn_R: True: the row is sampled (temperature above 0). False: it is greedy. allowed_RW: One bit per
-        token, 32 in a word. 1: the row may choose the token. draws: Any row is sampled. A host value, like
-        the next two, because it decides which kernels to launch. filters: Any row uses top-k or top-p.
+        drawn_R: True: the row is sampled (temperature above 0). False: it is greedy.
+        allowed_RW: One bit per token, 32 in a word. 1: the row may choose the token.
+        draws: Any row is sampled. A host value, like the next two: they decide which kernels to launch.
+        filters: Any row uses top-k or top-p.
         constrains: Any row may choose only some tokens.
+        options: Options that change logits; None if no row has any.
     """
 
     drawn_R: torch.Tensor
@@ -38,6 +42,7 @@ class SamplingRows:
     draws: bool = False
     filters: bool = False
     constrains: bool = False
+    options: LogitOptions | None = None
 
     @classmethod
     def room(cls, rows: int, vocab: int, device: torch.device) -> SamplingRows:
@@ -58,8 +63,8 @@ class SamplingRows:
 def sample(
     logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply temperature, then top-k, then top-p to the rest, like transformers. Sample by the Gumbel-max
-    trick.
+    """Apply the options, temperature, min-p, top-k, then top-p to the rest, like transformers. Sample by the
+    Gumbel-max trick.
 
     Args:
         positions_R: Absolute positions of the tokens to sample.
@@ -67,16 +72,22 @@ def sample(
     Returns:
         Token ids (int64 [R]) and their log-probabilities under the unmodified distribution (float32).
     """
-    logits_RV = logits_RV.to(torch.float32)
-    allowed_RV = _constrain(logits_RV, rows.allowed_RW) if rows.constrains else logits_RV
+    logits_RV, options = logits_RV.to(torch.float32), rows.options
+    allowed_RV = logits_RV if options is None else options.change(logits_RV, positions_R)
+    if rows.constrains:
+        allowed_RV = _constrain(allowed_RV, rows.allowed_RW)
     ids_R = allowed_RV.argmax(-1)
     if rows.draws:
         scaled_RV = (allowed_RV - allowed_RV.amax(-1, keepdim=True)) / rows.temperature_R1
+        if options is not None:
+            scaled_RV = options.drop_unlikely(scaled_RV)
         if rows.filters:
             scaled_RV = _filter(scaled_RV, rows.top_k_R, rows.top_p_R1)
         noise_RV = gumbel(rows.seed_R, positions_R, logits_RV.shape[1])
         drawn_R = (scaled_RV.to(torch.float64) + noise_RV).argmax(-1)
         ids_R = torch.where(rows.drawn_R, drawn_R, ids_R)
+    if options is not None:
+        options.count(ids_R)
     logprob_RV = logits_RV.log_softmax(-1)
     return ids_R, logprob_RV.gather(1, ids_R[:, None])[:, 0]
 

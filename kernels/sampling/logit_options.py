@@ -1,0 +1,63 @@
+"""Options that change a row's logits before its next token is chosen, as vLLM defines them: bias, penalties,
+end tokens that may not come yet, min_p.
+
+Suffixes: R requests, K those of them with such options, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LogitOptions:
+    """The options of a batch's rows, allocated only for rows that have any.
+
+    Attributes:
+        rows_K: The rows.
+        counts_KV: How often each token has come in the answer. It stays on the device.
+        prompt_KV: The tokens of the prompt.
+        bias_KV: Added to the logits.
+        stops_KV: Tokens that end the answer, which may not come at positions before `first_stop_K`.
+        floor_K1: Logarithm of min_p: how far below the likeliest token a token may be.
+    """
+
+    rows_K: torch.Tensor
+    counts_KV: torch.Tensor
+    prompt_KV: torch.Tensor
+    bias_KV: torch.Tensor
+    stops_KV: torch.Tensor
+    first_stop_K: torch.Tensor
+    repetition_K1: torch.Tensor
+    frequency_K1: torch.Tensor
+    presence_K1: torch.Tensor
+    floor_K1: torch.Tensor
+
+    def change(self, logits_RV: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
+        """Return the logits to choose from at these positions.
+
+        An end token that may not come yet gets the least finite logit, so it comes if a grammar allows only
+        it.
+        """
+        logits_KV = logits_RV[self.rows_K] + self.bias_KV
+        came_KV = self.counts_KV > 0
+        scale_KV = torch.where(logits_KV > 0, 1 / self.repetition_K1, self.repetition_K1)
+        logits_KV = torch.where(came_KV | self.prompt_KV, logits_KV * scale_KV, logits_KV)
+        logits_KV = logits_KV - self.frequency_K1 * self.counts_KV - self.presence_K1 * came_KV
+        early_K = positions_R[self.rows_K] < self.first_stop_K
+        least = torch.finfo(logits_KV.dtype).min
+        logits_KV = logits_KV.masked_fill(self.stops_KV & early_K[:, None], least)
+        return logits_RV.index_copy(0, self.rows_K, logits_KV)
+
+    def drop_unlikely(self, scaled_RV: torch.Tensor) -> torch.Tensor:
+        """Apply min_p to logits that are divided by temperature and whose largest is 0."""
+        scaled_KV = scaled_RV[self.rows_K]
+        scaled_KV = scaled_KV.masked_fill(scaled_KV < self.floor_K1, float("-inf"))
+        return scaled_RV.index_copy(0, self.rows_K, scaled_KV)
+
+    def count(self, ids_R: torch.Tensor) -> None:
+        """Count the chosen tokens."""
+        ids_K1 = ids_R[self.rows_K][:, None]
+        self.counts_KV.scatter_add_(1, ids_K1, torch.ones_like(ids_K1, dtype=self.counts_KV.dtype))

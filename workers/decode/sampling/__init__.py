@@ -1,0 +1,1 @@
+"""Options of sampling, and log-probabilities that requests ask for."""
