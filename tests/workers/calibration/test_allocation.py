@@ -1,4 +1,4 @@
-"""Allocation of quotas to heads against every way to do it."""
+"""Tests the allocation of thresholds to heads against all possible allocations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP = st.integers(1, 20)
 
 @st.composite
 def a_curve(draw: st.DrawFn) -> list[Point]:
-    """Convex, strictly: every step costs as much and gains less than the one before."""
+    """Draw a strictly convex curve: steps have the same cost and decreasing gains."""
     gains = sorted(draw(st.lists(st.integers(1, 500), min_size=1, max_size=4, unique=True)), reverse=True)
     density, error = draw(STEP) / 100, sum(gains) / 100
     points = [(density, error, 0.0)]
@@ -47,7 +47,7 @@ def _totals(curves: list[list[Point]], chosen: list[float]) -> tuple[float, floa
     return sum(point[0] for point in points), sum(point[1] for point in points)
 
 
-def test_hull_leaves_out_points_above_it() -> None:
+def test_lower_hull_drops_points_above_it() -> None:
     points = [(0.1, 1.0, 0.0), (0.2, 0.9, 0.1), (0.3, 0.4, 0.2), (0.5, 0.5, 0.3), (0.9, 0.0, 0.4)]
     assert lower_hull(points) == [(0.1, 1.0, 0.0), (0.3, 0.4, 0.2), (0.9, 0.0, 0.4)]
 

@@ -1,4 +1,4 @@
-"""Curves: errors and densities of every head against attention masked tile by tile."""
+"""Tests the curves of error and density of each head against masked attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ QUOTAS = (0.0, 0.5, 1.0)
 SELECTOR = AntidiagonalSelector(AntidiagonalOptions(tau=0.5, outside=True))
 
 
-def test_curves_equal_masked_attention(tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_and_densities_equal_those_of_masked_attention(
+    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(made, "sampled_blocks", lambda count: [2, count - 1])
     facts = [range(3 * BLOCK + 5, 3 * BLOCK + 20), range(4 * BLOCK - 2, 4 * BLOCK + 9)]
     found = made.curves(tiny_stack, Document(IDS, [], facts), SELECTOR, QUOTAS)
@@ -58,7 +60,7 @@ def _slowly(
     output_CO: torch.Tensor,
     blocks: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """density_HI and error_HI over these query blocks, whole masks at a time."""
+    """Compute density_HI and error_HI over these query blocks from whole masks."""
     rows = torch.cat([torch.arange(b * BLOCK, min((b + 1) * BLOCK, len(IDS))) for b in blocks])
     dense_HTD = (logit_HTS.softmax(-1) @ v_HSD)[:, rows]
     slices = output_CO.view(output_CO.shape[0], heads, -1)
@@ -75,8 +77,8 @@ def _slowly(
 
 
 @pytest.mark.parametrize("count", [1, 2, 30, 256, 1024])
-def test_sampled_blocks_estimate_all_blocks(count: int) -> None:
-    """The mean share of sink and window over the sample is about that over the triangle."""
+def test_sampled_blocks_represent_all_query_blocks(count: int) -> None:
+    """The mean share of sink and window tiles in the sample is close to that in all query blocks."""
     blocks = made.sampled_blocks(count)
     assert blocks == sorted(set(blocks)) and blocks[0] >= 0 and blocks[-1] < count
     exact = sum(min(10, block + 1) for block in range(count)) / (count * (count + 1) / 2)
@@ -85,7 +87,7 @@ def test_sampled_blocks_estimate_all_blocks(count: int) -> None:
     )
 
 
-def test_fact_blocks_are_picked_evenly() -> None:
+def test_picks_blocks_with_facts_evenly_over_the_document() -> None:
     assert made.fact_blocks([]) == []
     assert made.fact_blocks([range(5, 9), range(130, 300), range(200, 210)]) == [0, 1]
     facts = [range(start, start + 20) for start in range(0, 1000 * BLOCK, 2 * BLOCK)]

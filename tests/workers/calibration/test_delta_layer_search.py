@@ -1,4 +1,4 @@
-"""The search for Δ-layers against a loop over plain attention, and against every choice there is."""
+"""Tests the search for Δ-layers: divergences against plain attention, the result against all choices."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def text(seed: int) -> Document:
     return Document(draw.choices(range(199), k=150), questions)
 
 
-def test_selecting_every_page_leaves_no_divergence(tiny_stack: Any) -> None:
+def test_selecting_every_page_gives_no_divergence(tiny_stack: Any) -> None:
     rows = DecodedRows(tiny_stack, text(1))
     assert rows.divergence((1,), (), budget=100, recency=8) == pytest.approx(0.0, abs=1e-6)
     assert rows.divergence((1,), (), BUDGET, RECENCY) > 1e-6
 
 
-def test_divergence_equals_that_of_decoding_token_by_token(tiny_stack: Any) -> None:
-    """Each row by itself: its prompt read densely, the row with pages that the Δ-layer selects."""
+def test_divergence_equals_that_of_decode_row_by_row(tiny_stack: Any) -> None:
+    """For each row, the prompt is prefilled densely, and the row attends to the pages that the Δ-layer
+    selects."""
     made = text(2)
     chosen, dense = (1,), (3,)
     found = DecodedRows(tiny_stack, made).divergence(chosen, dense, BUDGET, RECENCY)
@@ -48,7 +49,7 @@ def test_divergence_equals_that_of_decoding_token_by_token(tiny_stack: Any) -> N
 
 
 def row_by_row(stack: Any, ids: list[int], chosen: tuple[int, ...], dense: Any) -> torch.Tensor:
-    """hidden_C of the last id, with plain attention over the keys of a dense reading and its own."""
+    """Compute hidden_C of the last id, with plain attention over keys of dense prefill and its own key."""
     kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     kept = torch.ones(1, len(ids)).bool()
 
@@ -102,7 +103,7 @@ def test_found_delta_layers_are_a_local_optimum(tiny_stack: Any, dense_layers: i
     assert cost <= min(map(mean, near)) + 1e-9
 
 
-def test_refine_replaces_the_layers_that_were_found(tiny_stack: Any) -> None:
+def test_refine_replaces_the_delta_layers_by_searched_ones(tiny_stack: Any) -> None:
     texts, told = [text(6)], list[str]()
     found = calibrate(tiny_stack, texts, 1, budget=BUDGET, recency=RECENCY, full_layers=())
     better = refine(
@@ -113,8 +114,8 @@ def test_refine_replaces_the_layers_that_were_found(tiny_stack: Any) -> None:
     assert told and "divergence" in told[0]
 
 
-def test_searched_rows_equal_those_of_a_decode_step(tiny_stack: Any) -> None:
-    """The first token of an answer comes from the question."""
+def test_refuses_documents_without_answers_of_two_tokens(tiny_stack: Any) -> None:
+    """An answer's first token is predicted in prefill, so decode needs a second one."""
     ids = random.Random(7).choices(range(199), k=150)
     with pytest.raises(ValueError, match="answers have two tokens"):
         DecodedRows(tiny_stack, Document(ids, [Question("a", (1, 2), (3,))]))
@@ -130,8 +131,8 @@ def test_refuses_impossible_numbers_of_dense_layers(tiny_stack: Any) -> None:
             search(rows, loss, dense_layers, budget=BUDGET, recency=RECENCY, full_layers=())
 
 
-def test_selected_pages_are_the_recent_and_the_best_scored(tiny_stack: Any) -> None:
-    """The last pages up to the query's and the best before them."""
+def test_selects_the_recent_pages_and_the_best_scored_ones(tiny_stack: Any) -> None:
+    """Recent pages end with the query's page."""
     scores = torch.tensor([[5.0, 1.0, 4.0, 0.0, 0.0, 9.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
     found = selected_pages(scores.repeat_interleave(16, 1) / 16, torch.tensor([70, 95]), 3, 1)
     assert_rows_close(found.float(), torch.tensor([[1.0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]]))

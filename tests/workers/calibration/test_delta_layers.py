@@ -1,4 +1,5 @@
-"""Calibration: maps against a loop, and the choice against its own rule by brute force."""
+"""Tests calibration of Δ-layers: attention maps against transformers, the choice of layers against brute
+force."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_attention_maps_equal_transformers(tiny_llama: Path, tiny_stack: Any) ->
     assert_rows_close(found, expected[:, positions])
 
 
-def test_losses_equal_the_mass_that_algorithm_2_misses() -> None:
+def test_losses_equal_the_mass_lost_with_another_layers_pages() -> None:
     draw = torch.Generator().manual_seed(3)
     positions = [79, 90, 149]
     maps = torch.rand(3, 3, 150, generator=draw) ** 4

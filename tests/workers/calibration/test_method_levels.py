@@ -1,4 +1,4 @@
-"""Levels of a profile from documents: what is asked for is met, and what weighs more gets more."""
+"""Tests making a profile's levels from documents: densities are met, and costly layers get more density."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_makes_a_level_for_each_length_and_density(tiny_stack: LayerStack) -> No
     assert len(steps) == 10 and any("640 tokens, document 2 of 2" in step for step in steps)
 
 
-def test_costlier_layers_get_more_density() -> None:
+def test_layers_with_higher_cost_get_more_density() -> None:
     steps = torch.linspace(0, 1, len(QUOTAS))
     density = (0.2 + 0.8 * steps).expand(2, 2, -1)
     error = ((1 - steps) ** 2).expand(2, 2, -1).clone()
@@ -88,7 +88,7 @@ def test_errors_at_facts_are_weighted_by_answer_cost() -> None:
     assert one > other
 
 
-def test_layer_that_loses_nothing_gets_the_least_threshold() -> None:
+def test_a_layer_without_error_gets_the_smallest_threshold() -> None:
     density = torch.tensor([0.4, *([1.0] * (len(QUOTAS) - 1))]).expand(1, 2, -1)
     nothing = torch.zeros(1, 2, len(QUOTAS))
     curves = Curves(density, nothing, nothing, QUOTAS)
@@ -114,7 +114,7 @@ def test_threshold_search_may_reach_the_smallest_threshold(
     assert {threshold for row in found.thresholds for threshold in row} == {least}
 
 
-def test_methods_without_thresholds_are_refused(tiny_stack: LayerStack) -> None:
+def test_refuses_methods_without_thresholds(tiny_stack: LayerStack) -> None:
     for name in ("dense", "streaming", "xattention+delta"):
         with pytest.raises(ValueError, match="ranks no tiles"):
             method_levels(tiny_stack, {300: [made(1, 300)]}, method_spec(name), [0.5])

@@ -1,4 +1,4 @@
-"""Costs of layers against two plain readings of the same ids."""
+"""Tests the costs of layers against the divergence of two prefills of the same ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUESTIONS = [
 STREAMING = method_spec("streaming", {"sink": 1, "window": 1, "min_tokens": 0})
 
 
-def test_answer_tokens_follow_the_document() -> None:
+def test_appends_questions_and_answers_to_the_document() -> None:
     ids, places = with_answers(Document(IDS, QUESTIONS))
     assert ids == [*IDS, *QUESTIONS[0].prompt, *QUESTIONS[0].gold, *QUESTIONS[1].prompt, 17]
     assert [ids[place + 1] for place in places] == [*QUESTIONS[0].gold, 17]
@@ -40,8 +40,8 @@ def test_layer_cost_is_the_divergence_of_one_sparse_layer(
     ids, places = with_answers(Document(IDS, QUESTIONS))
     logits = tiny_stack.logits(read_densely(tiny_stack, embedded(tiny_stack, ids), lambda _layer, _x: None))
     dense = logits.log_softmax(-1, dtype=torch.float64)
-    # The readings multiply matrices of other shapes, so each layer's sums of some 100 products are rounded in
-    # another order.
+    # GEMMs of the two prefills have different shapes, so each layer's sums of about 100 products are rounded
+    # in different orders.
     logit_error = 16 * torch.finfo(torch.float32).eps * float(logits.abs().max())
     for sparse in tiny_stack.layers:
 
@@ -59,7 +59,7 @@ def test_layer_cost_is_the_divergence_of_one_sparse_layer(
             (found.tail_L[sparse], kl[len(IDS) - 40 : len(IDS)].mean()),
             (found.answer_L[sparse], kl[places].mean()),
         ):
-            # An error d of the logits moves KL(p, q) by d·Σ|p - q| + d² at most, and Σ|p - q| ≤ √(2 KL).
+            # A logit error d changes KL(p, q) by at most d·Σ|p - q| + d², and Σ|p - q| ≤ √(2 KL).
             bound = 2 * logit_error * math.sqrt(2 * max(float(plain), 0.0)) + (2 * logit_error) ** 2
             assert abs(cost - plain) <= bound
         assert float(found.tail_L[sparse]) > 0

@@ -1,4 +1,4 @@
-"""Tiles that a method chooses, against what a prefill group says it computed."""
+"""Tests the tiles that a method selects against those that a prefill group reports as computed."""
 
 from __future__ import annotations
 

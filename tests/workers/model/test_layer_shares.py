@@ -1,4 +1,7 @@
-"""Layers shared out over stages, against brute force."""
+"""Tests the division of layers among stages against brute force.
+
+A0 M0 A1 M1 … are the attention and MLP halves of layers 0, 1, ….
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ def shape(layers: int, hidden: int, intermediate: int, vocab: int) -> ModelConfi
 
 
 def costs_of(config: ModelConfig) -> list[int]:
-    """Multiplications per token of A0, M0, A1, M1 …, written out: q, k, v and output, and for each of 5,700
-    keys a score and a value; gate, up, down. The last layer is q, k and v alone, and the head."""
+    """Count the multiplications per token of A0, M0, A1, M1, …. Attention has q, k, v, output, and for each
+    of 5,700 keys a score and a value; an MLP has gate, up and down. The last layer has only q, k, v and the
+    head."""
     qkv = config.hidden * config.head_dim * (config.q_heads + 2 * config.kv_heads)
     attention = qkv + config.hidden * config.q_heads * config.head_dim
     attention += 5_700 * 2 * config.q_heads * config.head_dim
@@ -46,7 +50,8 @@ def costs_of(config: ModelConfig) -> list[int]:
 
 
 def every_cut(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Yield all cuts of A0 M0 A1 M1 … in which each part has an A. A's are at even places."""
+    """Yield the bounds of all cuts of A0 M0 A1 M1 … in which each part has an attention half (an even
+    index)."""
     for cuts in itertools.combinations(range(1, 2 * layers), stages - 1):
         bounds = [0, *cuts, 2 * layers]
         if all(any(half % 2 == 0 for half in range(*pair)) for pair in itertools.pairwise(bounds)):
@@ -54,7 +59,7 @@ def every_cut(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def cuts_of(parts: tuple[LayerShare, ...]) -> tuple[int, ...]:
-    """Such bounds, of parts that must follow one another without gaps."""
+    """Return the bounds of parts. Assert that the parts follow one another without gaps."""
     bounds = [0]
     for part in parts:
         halves = sorted([2 * layer for layer in part.layers] + [2 * layer + 1 for layer in part.mlps])
@@ -92,7 +97,7 @@ def test_split_equals_the_best_found_by_brute_force(
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_split_weighs_windows_and_dense_mlps_by_their_compute(first: int, stages: int) -> None:
+def test_split_counts_the_cost_of_windows_and_dense_mlps(first: int, stages: int) -> None:
     """The first layers have dense MLPs, later ones experts, and two of three layers have windows."""
     layers, hidden, width, dense, window = 6, 64, 48, 4096, 100
     mixture = MixtureConfig(
@@ -116,8 +121,8 @@ def test_split_weighs_windows_and_dense_mlps_by_their_compute(first: int, stages
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_layer_costs_are_split_optimally(seed: int) -> None:
-    """Feed-forward networks, the first layer and the last may cost what they will."""
+def test_splits_any_layer_costs_optimally(seed: int) -> None:
+    """Costs are random: of attention, of MLPs and of the last layer."""
     rng = random.Random(seed)
     layers = rng.randint(1, 7)
     costs = [rng.randint(1, 9), rng.randint(0, 9)] * layers
@@ -133,7 +138,7 @@ def test_any_layer_costs_are_split_optimally(seed: int) -> None:
 
 
 def test_two_stages_of_llama_8b_share_a_layer() -> None:
-    """The first would have 16 layers else, and the second 15 and what is left of the last."""
+    """With whole layers, the first stage would have 16 full layers, the second 15 and a short last one."""
     config = SHAPES["8b"]
     assert config.split(2) == (LayerShare(range(16), range(15)), LayerShare(range(16, 32), range(15, 32)))
     first, last = shares_of(costs_of(config), cuts_of(config.split(2)))
@@ -141,8 +146,8 @@ def test_two_stages_of_llama_8b_share_a_layer() -> None:
     assert max(first, last) < 15.8 * layer
 
 
-def test_layers_stay_whole_where_a_cut_gains_nothing() -> None:
-    """One of four stages has eight layers' worth whatever is done."""
+def test_cuts_no_layer_if_stages_balance_without() -> None:
+    """With four stages of Llama 8B, one stage has the cost of eight layers in any division."""
     for name, stages in (("8b", 4), ("8b", 8), ("70b", 4), ("70b", 8)):
         parts = SHAPES[name].split(stages)
         each = SHAPES[name].layers // stages
@@ -150,7 +155,7 @@ def test_layers_stay_whole_where_a_cut_gains_nothing() -> None:
         assert all(part.layers == part.mlps for part in parts)
 
 
-def test_large_output_head_leaves_the_last_stage_fewer_layers() -> None:
+def test_gives_the_last_stage_fewer_layers_for_a_large_output_head() -> None:
     light, heavy = shape(12, 64, 128, 1000).split(3), shape(12, 64, 128, 40_000_000).split(3)
     assert [len(part.layers) for part in light] == [4, 4, 4]
     assert len(heavy[-1].layers) < len(heavy[0].layers)

@@ -1,4 +1,4 @@
-"""Which level of a profile a method gets, and what it cannot get."""
+"""Tests which level of a profile a method gets, and which densities are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("profiled"))
 
 
-def test_shaping_options_are_those_that_change_scores() -> None:
+def test_shaping_options_are_the_options_that_change_scores() -> None:
     spec = method_spec("dpxa+delta", {"tau": 0.3, "density": 0.08, "cos": 0.5, "gamma": 32})
     assert shaping_options(spec).keys() == {
         "cos", "centred", "q_anchors", "k_anchors", "sink", "window",
@@ -32,7 +32,7 @@ def test_shaping_options_are_those_that_change_scores() -> None:
 
 
 @pytest.mark.parametrize("name", ["xattention", "xattention+delta"])
-def test_a_prompt_gets_the_level_whose_length_is_nearest_by_ratio(model: Path, name: str) -> None:
+def test_uses_the_level_whose_length_is_nearest_by_ratio(model: Path, name: str) -> None:
     profile = make_profile(model)
     short, long, other = profile.prefill[0].levels
     spec = method_spec(name, {"density": 0.2, "tau": 0.123, "min_tokens": 7})
@@ -44,7 +44,7 @@ def test_a_prompt_gets_the_level_whose_length_is_nearest_by_ratio(model: Path, n
     assert wider is not None and tuple(wider(2, 16)) == pytest.approx(other.thresholds[2])
 
 
-def test_between_two_densities_thresholds_are_interpolated(model: Path) -> None:
+def test_interpolates_thresholds_between_two_densities(model: Path) -> None:
     profile = make_profile(model)
     short, long, other = profile.prefill[0].levels
     assert (short.density, long.density, other.density) == (0.2, 0.2, 0.5)
@@ -94,7 +94,7 @@ def test_refuses_a_level_that_the_profile_lacks(
     assert says in str(caught.value)
 
 
-def test_without_a_profile_only_a_density_is_refused(model: Path) -> None:
+def test_refuses_a_density_without_a_profile(model: Path) -> None:
     for profile in (None, make_profile(model), make_profile(model, prefill=())):
         for name in ("dense", "dpxa", "streaming+delta"):
             assert thresholds_for(profile, method_spec(name)) is None

@@ -1,4 +1,4 @@
-"""A profile's file: what is written is read, and what is wrong is named."""
+"""Tests writing and reading a profile's file, and the errors of invalid files."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ profiles = st.builds(
 
 
 @given(profile=profiles)
-def test_profile_survives_writing_and_reading(
-    profile: Profile, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_reads_back_a_written_profile(profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "profile.json"
     profile.write(path)
     assert Profile.read(path) == profile
@@ -140,9 +138,7 @@ WRONG: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize(("says", "change"), WRONG, ids=[says for says, _ in WRONG])
-def test_names_values_that_no_profile_can_hold(
-    model: Path, tmp_path: Path, says: str, change: Change
-) -> None:
+def test_names_invalid_profile_values(model: Path, tmp_path: Path, says: str, change: Change) -> None:
     content = make_profile(model).model_dump(mode="json", by_alias=True)
     change(content)
     path = tmp_path / "profile.json"
@@ -165,7 +161,7 @@ def test_names_files_that_are_not_a_profile(model: Path, tmp_path: Path) -> None
             Profile.read(path)
 
 
-def test_full_disk_leaves_the_old_profile(
+def test_a_full_disk_does_not_damage_the_old_profile(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, write = tmp_path / "profile.json", Path.write_text
@@ -230,7 +226,7 @@ def test_names_profile_values_that_do_not_fit_the_model(
     assert str(caught.value).startswith(f"model.profile: {path}: {says}")
 
 
-def test_a_profile_is_loaded_for_its_own_model(model: Path, tmp_path: Path) -> None:
+def test_loads_a_profile_only_for_its_own_model(model: Path, tmp_path: Path) -> None:
     path = write_profile(model, tmp_path / "profile.json")
     own = ModelSpec(path=str(model), dtype="float16", profile=str(path))
     assert load_profile(own) == make_profile(model)

@@ -1,7 +1,7 @@
-"""Tiny models of every family with the logits that transformers gives for them, and our stacks over pages.
+"""Tiny models of every family with the logits that transformers computes, and our stacks over pages.
 
-The configurations are drawn so that every part matters: norm weights and biases are not what they are
-initialised to, and rope scaling bends within the prompt.
+Weights and configurations are chosen so that every part affects the logits: norm weights and biases are
+random, and RoPE scaling begins within the prompt.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .tiny_families import FAMILIES, SHAPE
 TOKENS = 150
 CUTS = {"whole": (TOKENS,), "chunks": (48, 16, 64, 22), "ragged": (7, 100, 1, 42)}
 ASKED = 48, 52, 21
-"""A document in two chunks, and a question that is appended to it."""
+"""Tokens of a document's two chunks and of a question that extends it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A saved model, what it is, token ids and the logits transformers gives for them. theirs: the same
-    model where transformers reads it, if not there."""
+    """A saved model with its configuration, token ids, and transformers' logits for them. theirs: Directory
+    of the same model in a form that transformers reads, if `directory` is not one."""
 
     directory: Path
     config: ModelConfig
@@ -48,7 +48,7 @@ class Case:
 
 
 def model_class(config: Any) -> Any:
-    """Some are a language model with parts for images."""
+    """Return transformers' model class: for some families a language model with parts for images."""
     wrapped = isinstance(config, transformers.Mistral3Config | transformers.Gemma3Config)
     return transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
 
@@ -65,8 +65,8 @@ def transformers_model(directory: Path, dtype: torch.dtype) -> Any:
 
 
 def likeliest(directory: Path, asked_T: torch.Tensor, answer: list[int]) -> list[int]:
-    """The ids that transformers finds most likely in the place of each token of an answer. If they are the
-    answer's, transformers would generate the same."""
+    """Return transformers' most likely token at the position of each token of an answer. If they equal the
+    answer, transformers would generate it greedily."""
     logits_TV = expected_logits(directory, torch.cat([asked_T, torch.tensor(answer)]))
     found: list[int] = logits_TV[len(asked_T) - 1 : -1].argmax(-1).tolist()
     return found
@@ -90,7 +90,8 @@ def make_case(family: str, directory: Path) -> Case:
 
 
 def save_as_exaone(directory: Path) -> Path:
-    """EXAONE 3.5's own code computes what a Llama does, under other names, and is not in transformers."""
+    """Save a Llama under EXAONE 3.5's names. EXAONE's code, which is not in transformers, computes the
+    same."""
     names = {
         "model.layers.": "transformer.h.",
         "self_attn.o_proj": "attn.attention.out_proj",
@@ -117,8 +118,8 @@ def save_as_exaone(directory: Path) -> Path:
 
 
 class Pages:
-    """Dense causal attention, or its windows, over a paged cache, for prefill chunks of one prompt and for
-    decode rows."""
+    """A paged KV cache with dense or sliding-window attention, for prefill chunks of one prompt and for
+    decode steps."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, with the metadata and the names of llama.cpp's converter."""
+"""Writes GGUF files of tiny models, with the metadata and names of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool, str]] = {
     "ernie-moe": (gguf.MODEL_ARCH.ERNIE4_5_MOE, False, "default"),
     "arcee": (gguf.MODEL_ARCH.ARCEE, True, "llama-bpe"),
 }
-"""A case, llama.cpp's architecture, whether its converter interleaves the halves of q's and k's heads, and
-its name of the family's pre-tokenizer (`default`: the vocabulary is sentencepiece's)."""
+"""By case: llama.cpp's architecture, True if its converter interleaves the halves of q's and k's heads, and
+llama.cpp's name of the pre-tokenizer (`default`: the vocabulary is sentencepiece's)."""
 
 
 EXPERT_COUNTS = "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"
 
 
 def stacked(tensors: Mapping[str, Any], experts: int) -> dict[str, Any]:
-    """One tensor for each module of all experts."""
+    """Stack each module's matrices of all experts into one tensor."""
     made = {name: x for name, x in tensors.items() if ".experts." not in name}
     for name in tensors:
         if ".experts.0." in name:
@@ -77,7 +77,7 @@ def add_experts(writer: gguf.GGUFWriter, raw: Mapping[str, Any], experts: int) -
 
 
 def add_glm4_moe(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
-    """With a block that predicts the token after next."""
+    """Add keys and tensors of GLM-4.5, including a multi-token prediction layer."""
     writer.add_nextn_predict_layers(1)
     for name in ("attn_norm", "ffn_up_exps", "nextn.enorm"):
         writer.add_tensor(f"blk.{raw['num_hidden_layers']}.{name}.weight", np.zeros(4, np.float32))
@@ -108,7 +108,9 @@ def _add_scales(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, pre: str, size: int) -> None:
-    """Tokens of one letter each, after those for begin, end and what is unknown, and a last one of two."""
+    """Add a vocabulary: tokens for begin, end and unknown, then tokens of one letter, and a last one of two
+    letters.
+    """
     letters = sorted(ByteLevel.alphabet()) if pre != "default" else list(map(chr, range(0x4E00, 0x9000)))
     tokens = ["<unk>", "<s>", "</s>", *letters[: size - 4], letters[0] + letters[1]]
     writer.add_tokenizer_model("llama" if pre == "default" else "gpt2")
@@ -132,7 +134,8 @@ def write_gguf(
     permuted: bool,
     pre: str,
 ) -> None:
-    """Write a file as llama.cpp's converter does, in float32. raw: config.json by transformers' names."""
+    """Write a float32 file like llama.cpp's converter. raw: Content of config.json, in transformers'
+    names."""
     name, rope = gguf.MODEL_ARCH_NAMES[architecture], raw["rope_parameters"]
     rope = rope.get("full_attention", rope)
     heads = raw["num_attention_heads"], raw["num_key_value_heads"]

@@ -1,4 +1,4 @@
-"""Threads that compute yield to those that answer."""
+"""Tests that threads which compute on a CPU run with lower priority than threads that answer requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def niceness() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no niceness of its own")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_only_the_thread_that_computes_on_a_cpu_yields(device: str) -> None:
+def test_raises_the_niceness_only_of_threads_that_compute_on_a_cpu(device: str) -> None:
     before = niceness()
     with ThreadPoolExecutor(1, initializer=set_up_compute_thread, initargs=(1, device)) as pool:
         yields = pool.submit(niceness).result() > before

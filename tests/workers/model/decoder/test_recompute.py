@@ -1,4 +1,5 @@
-"""Blocks that a question looks at, and computing them again, against plain loops and dense reading."""
+"""Tests choosing the blocks that a question attends to, and recomputing them, against loops and dense
+prefill."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ TOKENS = 5 * BLOCK
 
 @pytest.mark.parametrize("keys", [3 * BLOCK, 3 * BLOCK + 17])
 @pytest.mark.parametrize("at_once", [recomputing.KEYS_AT_ONCE, BLOCK])
-def test_block_attention_is_the_largest_share_of_any_row_and_head(
+def test_block_attention_is_the_maximum_over_rows_and_heads(
     keys: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recomputing, "KEYS_AT_ONCE", at_once)
@@ -42,7 +43,7 @@ def test_block_attention_is_the_largest_share_of_any_row_and_head(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_mean_over_layers_of_the_largest_shares_chooses_blocks(count: int) -> None:
+def test_chooses_blocks_by_the_mean_over_layers(count: int) -> None:
     torch.manual_seed(count)
     tokens, looks, masses = 6 * BLOCK + 5, BlockAttention(6 * BLOCK + 5), [0.0] * 7
     for _ in range(4):
@@ -61,8 +62,8 @@ def test_mean_over_layers_of_the_largest_shares_chooses_blocks(count: int) -> No
     assert looks.most_attended(count) == sorted(best[:count])
 
 
-def test_one_layer_alone_does_not_choose_a_block() -> None:
-    """A head that attends by position gives one block everything, whatever is asked."""
+def test_does_not_choose_a_block_for_one_layer_only() -> None:
+    """A head that attends by position gives one block all its weight for any question."""
     looks = BlockAttention(5 * BLOCK)
     key_GSD = torch.eye(5 * BLOCK)[None]
     for layer in range(4):
@@ -74,7 +75,7 @@ def test_one_layer_alone_does_not_choose_a_block() -> None:
 
 
 class _OtherRank(Collectives):
-    """Adds a second rank's masses, of which rank 0's call is the maximum."""
+    """Imitates a second rank with the given masses in an all-reduce of maxima."""
 
     def __init__(self, mass_LM: torch.Tensor) -> None:
         self.mass_LM, self.calls = mass_LM, 0
@@ -84,8 +85,8 @@ class _OtherRank(Collectives):
         return torch.maximum(x, self.mass_LM)
 
 
-def test_ranks_take_the_largest_share_of_a_layer_before_the_mean() -> None:
-    """Two heads on two ranks choose as two heads on one rank do, with one collective."""
+def test_ranks_combine_maxima_of_each_layer_before_the_mean() -> None:
+    """Two heads on two ranks choose the blocks that they choose on one rank, with one collective."""
     torch.manual_seed(5)
     tokens = 6 * BLOCK
     layers = [(3 * torch.randn(4, 2, 16), torch.randn(2, tokens, 16)) for _ in range(3)]
@@ -102,7 +103,7 @@ def test_ranks_take_the_largest_share_of_a_layer_before_the_mean() -> None:
     torch.testing.assert_close(first.mass(), alone.mass())
 
 
-def test_last_question_rows_choose_blocks_but_never_the_first() -> None:
+def test_chooses_blocks_by_last_question_rows_but_never_block_0() -> None:
     torch.manual_seed(0)
     looks = BlockAttention(5 * BLOCK + 5)
     key_GSD = torch.zeros(1, 5 * BLOCK + 9, 16)
@@ -112,7 +113,7 @@ def test_last_question_rows_choose_blocks_but_never_the_first() -> None:
     rows_THD[0, 0, 2] = 900.0  # too early in the question to count
     rows_THD[1, 0, 3] = 100.0
     rows_THD[2, 0, 0] = 900.0
-    rows_THD[3, 0, 4] = 900.0  # a block that is not whole
+    rows_THD[3, 0, 4] = 900.0  # a partial block
     looks.add(rows_THD, key_GSD)
     assert looks.most_attended(1) == [3]
     other_THD = torch.zeros(2, 1, 16)
@@ -123,8 +124,8 @@ def test_last_question_rows_choose_blocks_but_never_the_first() -> None:
     assert looks.most_attended(9) == [1, 2, 3, 4]
 
 
-def test_last_whole_block_is_chosen_last() -> None:
-    """Heads that look at what is near give it most, whatever is asked."""
+def test_chooses_the_last_whole_block_last() -> None:
+    """Heads that attend to near tokens give the last block most weight for any question."""
     looks = BlockAttention(4 * BLOCK + 5)
     key_GSD = torch.zeros(1, 4 * BLOCK + 9, 16)
     for place in range(4):
@@ -137,14 +138,14 @@ def test_last_whole_block_is_chosen_last() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK, 2 * BLOCK - 1])
-def test_chooses_no_block_without_a_whole_one_after_the_first(tokens: int) -> None:
+def test_chooses_no_block_of_a_document_below_two_whole_blocks(tokens: int) -> None:
     looks = BlockAttention(tokens)
     looks.add(torch.randn(3, 2, 16), torch.randn(1, tokens + 3, 16))
     assert looks.most_attended(4) == []
 
 
 class _Store:
-    """Keys and values of one document, in memory as `recompute` wants them."""
+    """The KV cache of one document, in the form that `recompute` takes."""
 
     def __init__(self, stack: LayerStack, ids_T: torch.Tensor) -> None:
         config = stack.config
@@ -154,7 +155,7 @@ class _Store:
         self.v_LTGD = torch.zeros_like(self.k_LTGD)
 
     def read(self, window: int) -> None:
-        """Densely, but each row sees only the last `window` tokens."""
+        """Prefill the document with a sliding window of `window` tokens."""
 
         def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
             self.k_LTGD[layer], self.v_LTGD[layer] = k_TGD, v_TGD
@@ -178,7 +179,7 @@ class _Store:
         recompute(self.stack, self.ids_T[rows_P], blocks, keep, seen)
 
     def by_loops(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the KV that `recompute` should leave, from full attention token by token."""
+        """Return the KV expected after `recompute`, from full attention token by token."""
         k_LTGD, v_LTGD = self.k_LTGD.clone(), self.v_LTGD.clone()
         rows_P = rows_of_blocks(blocks, self.stack.device)
 
@@ -225,12 +226,12 @@ def read_in_windows(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 
 def _worst_row(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest relative error of a key or value vector of one head."""
+    """Return the largest relative error of a head's key or value vector."""
     return float(((got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)).max())
 
 
 def _rounding(store: _Store) -> float:
-    """Return the tolerance for one layer's rounding error after all later layers."""
+    """Return a tolerance for rounding errors: those of one layer, enlarged by all later layers."""
     return 1e-3 if store.stack.dtype == torch.float32 else 5e-2
 
 
@@ -241,7 +242,7 @@ def _copy(store: _Store) -> _Store:
 
 
 @pytest.mark.parametrize("blocks", [[1], [2, 4], [1, 2, 3]])
-def test_recomputed_blocks_equal_the_definition_and_others_stay(
+def test_recomputes_blocks_like_the_oracle_and_changes_no_others(
     read_in_windows: _Store, blocks: list[int]
 ) -> None:
     store = _copy(read_in_windows)

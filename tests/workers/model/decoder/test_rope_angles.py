@@ -1,4 +1,5 @@
-"""Frequencies against transformers' own, rotation against complex numbers, far positions in bf16."""
+"""Tests RoPE: frequencies against transformers, rotation against complex numbers, and far positions in
+bf16."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (1e6, YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
     ],
 )
-def test_frequencies_equal_transformers(head_dim: int, theta: float, scaling: dict[str, Any]) -> None:
+def test_rope_frequencies_equal_transformers(head_dim: int, theta: float, scaling: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(
         head_dim=head_dim, max_position_embeddings=131072, rope_parameters=scaling | {"rope_theta": theta}
     )
@@ -48,7 +49,7 @@ def test_frequencies_equal_transformers(head_dim: int, theta: float, scaling: di
     torch.testing.assert_close(found_F, wanted_F, rtol=1e-6, atol=0)
 
 
-def test_rope_frequency_factors_divide() -> None:
+def test_divides_rope_frequencies_by_gguf_factors() -> None:
     factors = [1.0, 2.0, 4.0, 8.0]
     plain_F, _ = inverse_frequencies(RopeConfig(1e4), 8)
     found_F, _ = inverse_frequencies(RopeConfig(1e4, {"rope_type": "factors", "factors": factors}), 8)
@@ -57,7 +58,7 @@ def test_rope_frequency_factors_divide() -> None:
         inverse_frequencies(RopeConfig(1e4, {"rope_type": "factors", "factors": factors}), 16)
 
 
-def test_rotation_is_a_complex_product() -> None:
+def test_rotation_equals_a_complex_product() -> None:
     rope = Rope(RopeConfig(1e4), 16, "cpu")
     x_THD, positions_T = torch.randn(9, 3, 16), torch.randint(0, 3000, (9,))
     pair = torch.complex(x_THD[..., :8].double(), x_THD[..., 8:].double())
@@ -67,7 +68,7 @@ def test_rotation_is_a_complex_product() -> None:
     assert_rows_close(rotate(x_THD, *rope.angles(positions_T)), wanted, dtype=torch.float32)
 
 
-def test_scores_depend_on_distance_only_even_far_out_in_bf16() -> None:
+def test_bf16_scores_depend_only_on_distance_even_at_far_positions() -> None:
     rope = Rope(RopeConfig(8e6), 64, "cpu")
     q, k = torch.randn(64, 1, 64), torch.randn(64, 1, 64)
 

@@ -1,6 +1,6 @@
-"""Our decoder against transformers: every family, whole, split into stages and cut into chunks, in fp32.
+"""Tests our decoder against transformers in fp32: every family, whole, in stages and in chunks.
 
-The two share no code below the tokenizer.
+Except for the tokenizer, the two have no code in common.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def test_logits_equal_transformers(case: Case, stages: int, cuts: str) -> None:
 
 
 def cut_at(halves: Sequence[int]) -> list[LayerShare]:
-    """Shares that end at these places of A0 M0 A1 M1 …, and a last one."""
+    """Divide A0 M0 A1 M1 … (the attention and MLP halves of layers) at these indices."""
     bounds = itertools.pairwise([0, *halves, 2 * SHAPE["num_hidden_layers"]])
     return [LayerShare(range((a + 1) // 2, (b + 1) // 2), range(a // 2, b // 2)) for a, b in bounds]
 
 
-# One cut early, one between layers, two far apart or half a layer apart, every layer, and all kinds of parts.
+# Cuts between and inside layers, one to five at a time.
 EVERY_LAYER = (1, 3, 5, 7, 9)
 HALVES = {
     torch.float32: [(6,), (3, 8), EVERY_LAYER],
@@ -91,8 +91,9 @@ HALVES = {
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_cut_within_a_layer_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
-    """Logits, keys and values: what goes on between the halves is what the norm would have added up."""
+def test_cutting_stages_inside_a_layer_does_not_change_a_bit(case: Case, dtype: torch.dtype) -> None:
+    """Logits, keys and values have the same bits, because stages pass on the sum that the fused norm
+    computes."""
 
     def read(stacks: list[LayerStack]) -> list[torch.Tensor]:
         pages = Pages(case.config, [table_of(TOKENS)], dtype)
@@ -118,7 +119,7 @@ def test_a_cut_within_a_layer_changes_no_bit(case: Case, dtype: torch.dtype) -> 
         (range(2, 2), range(1, 2)),
     ],
 )
-def test_mlps_of_other_layers_are_refused(layers: range, mlps: range) -> None:
+def test_refuses_shares_whose_mlps_do_not_match_their_layers(layers: range, mlps: range) -> None:
     weights: Any = None
     with pytest.raises(ModelError, match="layers range"):
         LayerStack(
@@ -135,8 +136,8 @@ def test_mlps_of_other_layers_are_refused(layers: range, mlps: range) -> None:
         )
 
 
-def test_decode_steps_of_a_batch_equal_prefill(case: Case) -> None:
-    """Two sequences of different lengths, one row each per step, against whole-prompt logits."""
+def test_batched_decode_steps_equal_prefill(case: Case) -> None:
+    """Two sequences of different lengths decode in one batch. Logits are compared with those of prefill."""
     stack = load_stages(case, 1)
     numbers = list(range(2 * (pages_for(TOKENS) + 3)))
     pages = Pages(case.config, [numbers[::2], numbers[1::2]])
@@ -152,7 +153,7 @@ def test_decode_steps_of_a_batch_equal_prefill(case: Case) -> None:
 
 
 def test_greedy_tokens_equal_transformers(case: Case) -> None:
-    """Through two stages, one by one."""
+    """The tokens are decoded one by one through two stages."""
     found, asked_T = answered(case), case.ids_T[: sum(ASKED)]
     assert found == likeliest(case.theirs or case.directory, asked_T, found)
 
@@ -172,15 +173,15 @@ def answered(case: Case, tokens: int = 64) -> list[int]:
 
 
 def widths(config: ModelConfig, name: str) -> list[int]:
-    """The matrices that one of `MixtureWeights` or `MlpWeights` is made of."""
+    """Return the widths of the matrices that are fused into a tensor of `MixtureWeights` or `MlpWeights`."""
     shared = [
         width for module, width in config.mlp_modules.items() if (module == SHARED) == ("shared" in name)
     ]
     return [width for width in shared for _ in range(2 if config.is_gated else 1)]
 
 
-def test_each_rank_has_its_heads_and_columns(case: Case) -> None:
-    """The parts of fused tensors are shared one by one."""
+def test_each_rank_loads_its_heads_and_columns(case: Case) -> None:
+    """Each part of a fused tensor is divided among ranks separately."""
     spec = StackSpec(
         config=case.config,
         layers=range(6),
@@ -218,10 +219,10 @@ def test_two_ranks_equal_transformers(case: Case) -> None:
             assert float(row_errors(logits_TV, case.logits_TV).max()) < LIMIT
 
 
-def test_a_gguf_is_served_and_gives_the_same_logits(
+def test_gguf_file_gives_the_same_logits_as_safetensors(
     case: Case, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With metadata and vocabulary as llama.cpp's converter writes them, by the way that `serve` goes."""
+    """The file has metadata and vocabulary like llama.cpp's converter's, and is loaded like in `serve`."""
     kind = request.node.callspec.params["case"]
     if kind not in GGUF:
         pytest.skip("of this family another case has a GGUF")
@@ -278,8 +279,10 @@ register(Family(
 
 
 @mock.patch.dict(SERVED)
-def test_external_family_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3 by other names: the module is all that a worker is told."""
+def test_a_model_family_from_another_package_is_one_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The family is Qwen3 under other names. A worker only gets the module's name."""
     config = FAMILIES["qwen3"]()
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
     (mine := tmp_path / "mine").mkdir()
@@ -307,7 +310,8 @@ def test_every_model_family_is_tested() -> None:
 
 
 def held(weights: Any) -> dict[int, int]:
-    """Numbers in every tensor of a stage, by where it lies: shared ones count once."""
+    """Return the number of elements of each tensor of a stage, by address, so that shared tensors count
+    once."""
     if isinstance(weights, torch.Tensor):
         return {weights.data_ptr(): weights.numel()}
     if weights is None or isinstance(weights, MixtureConfig):
@@ -317,7 +321,7 @@ def held(weights: Any) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 6])
-def test_weights_and_kv_are_counted_as_they_are_loaded(case: Case, stages: int) -> None:
+def test_counts_weights_and_kv_like_the_loaded_tensors(case: Case, stages: int) -> None:
     config = case.config
     for stage, stack in enumerate(load_stages(case, stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
@@ -327,7 +331,7 @@ def test_weights_and_kv_are_counted_as_they_are_loaded(case: Case, stages: int) 
 
 
 def assert_bf16_is_no_worse_than_transformers(logits_TV: torch.Tensor, case: Case) -> None:
-    """Both are measured against fp32, in the mean and in the worst row."""
+    """Compare both with fp32, by the mean error and by the worst row."""
     theirs_TV = expected_logits(case.theirs or case.directory, case.ids_T, torch.bfloat16)
     ours_T, theirs_T = (row_errors(x.cpu(), case.logits_TV) for x in (logits_TV, theirs_TV))
     assert float(ours_T.mean()) < 1.2 * float(theirs_T.mean())
@@ -365,7 +369,7 @@ def test_attention_gets_every_layer_with_its_heads(case: Case) -> None:
     assert seen == [(layer, *shape) for layer in range(6)]
 
 
-def test_stage_without_embedding_or_head_raises(case: Case) -> None:
+def test_a_stage_without_embedding_or_head_refuses_to_use_them(case: Case) -> None:
     first, last = load_stages(case, 2)
     assert first.embed(case.ids_T).shape == (len(case.ids_T), case.config.hidden)
     assert (first.has_head, last.has_head) == (False, True)

@@ -1,6 +1,7 @@
-"""Configurations of tiny models, of every family.
+"""Configurations of tiny models of every family.
 
-They are drawn so that every part matters: rope scaling bends within the prompt, and windows are shorter.
+They are chosen so that every part affects the logits: RoPE scaling begins within the prompt, and windows are
+shorter than the prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SHAPE: dict[str, Any] = {
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WITHOUT_HEAD_DIM: dict[str, Any] = {"hidden_size": 96}
-"""Families whose heads share the hidden size."""
+"""For families whose head dimension is the hidden size divided by the number of heads."""
 PADDING: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LONGROPE = {
     "rope_type": "longrope",
@@ -40,7 +41,7 @@ MULTIPLIERS = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 MINISTRAL3 = YARN | {"factor": 16.0, "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3}
-"""Queries grow four times within the prompt."""
+"""RoPE of Ministral 3, with scaling that increases the queries four times within the prompt."""
 MIXTURE = {
     "moe_intermediate_size": 32,
     "num_experts": 8,
@@ -60,9 +61,9 @@ FP8_FILES = {
     "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
 }
 WINDOW = 37
-"""Tokens: no multiple of a page or a block, and a quarter of the prompt."""
+"""Window in tokens: a quarter of the prompt, and no multiple of a page or block."""
 UNREAD = {"use_sliding_window": False}
-"""In families with windows where transformers does not read it, and so they stay."""
+"""A key that transformers ignores in these families, so that windows stay."""
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"] * 2
 GEMMA3: dict[str, Any] = {
     **SHAPE,

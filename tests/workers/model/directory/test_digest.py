@@ -1,4 +1,4 @@
-"""Equal models share a digest wherever they lie; whatever changes a model's numbers changes it."""
+"""Tests that a model's digest depends only on what affects its logits, and not on its path."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def edit(path: Path, **changes: Any) -> None:
 
 
 def sharded(directory: Path) -> None:
-    """The same tensors in two files with an index, the last names in the first."""
+    """Split the weights into two files with an index. The first file has the names that sort last."""
     weights = load_file(directory / "model.safetensors")
     names = sorted(weights)
     parts = {"b.safetensors": names[:20], "a.safetensors": names[20:]}
@@ -91,7 +91,9 @@ OTHER: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", SAME.values(), ids=SAME)
-def test_digest_ignores_changes_that_affect_no_number(model: Path, change: Callable[[Path], object]) -> None:
+def test_digest_ignores_changes_that_do_not_affect_logits(
+    model: Path, change: Callable[[Path], object]
+) -> None:
     before = digest(model)
     elsewhere = shutil.copytree(model, model.parent / "elsewhere")
     change(elsewhere)
@@ -99,7 +101,7 @@ def test_digest_ignores_changes_that_affect_no_number(model: Path, change: Calla
 
 
 @pytest.mark.parametrize("change", OTHER.values(), ids=OTHER)
-def test_digest_changes_with_anything_that_affects_numbers(
+def test_digest_changes_with_anything_that_affects_logits(
     model: Path, change: Callable[[Path], object]
 ) -> None:
     before = digest(model)
@@ -132,7 +134,6 @@ def test_digest_covers_adapters_and_overrides(model: Path, tmp_path: Path) -> No
 
 
 def test_digest_tells_gguf_files_apart_by_tensor_values(model: Path) -> None:
-    """Told apart by a tensor's values alone."""
     (model / "model.safetensors").unlink()
     found = set()
     for value in (1.0, 2.0, 2.0):
@@ -158,8 +159,8 @@ def test_names_files_that_are_not_weights(model: Path, content: bytes) -> None:
         digest(model)
 
 
-def test_digest_leaves_out_mixture_fields_at_their_default() -> None:
-    """Profiles of mixtures that were served before these fields go on to fit."""
+def test_digest_omits_mixture_fields_with_default_values() -> None:
+    """Profiles that are older than these fields keep their digest."""
     assert _about(SHAPES["30b-a3b"])["mixture"] == {"experts": 128, "per_token": 8, "normed": True}
     assert _about(SHAPES["air-8"])["mixture"]["dense_layers"] == (0,)
 
@@ -169,7 +170,7 @@ def test_digest_leaves_out_mixture_fields_at_their_default() -> None:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files that are read whole."""
+    """Return a list to which every file that is hashed completely is added."""
     read, original = [], digests._hashed
 
     def counted(path: Path) -> str:
@@ -185,13 +186,13 @@ def content(directory: Path, **changes: Any) -> str:
 
 
 def settle(directory: Path, seconds: float = 100.0) -> None:
-    """Make files look as old as a model's are."""
+    """Set files' modification times to `seconds` ago, like those of a model that was not just written."""
     for path in directory.iterdir():
         os.utime(path, (time.time() - seconds,) * 2)
 
 
 def flip(path: Path, place: int) -> None:
-    """Change a byte in place. The time of the last write stays."""
+    """Change a byte in place, without changing the modification time."""
     status, changed = path.stat(), bytearray(path.read_bytes())
     changed[place] ^= 1
     with path.open("r+b") as file:
@@ -200,7 +201,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def test_byte_after_the_sample_changes_only_the_content_digest(model: Path) -> None:
-    """Example: an embedding whose last rows were trained further and overwritten."""
+    """This happens if, for example, only the last rows of an embedding are trained further."""
     settle(model)
     sampled, whole = digest(model), content(model)
     size = (model / "model.safetensors").stat().st_size
@@ -224,7 +225,7 @@ def test_digest_covers_pieces_hashed_by_other_threads(model: Path, monkeypatch: 
     assert digests._hashed(model / "model.safetensors") == in_pieces and whole
 
 
-def test_processes_hash_a_file_once_and_again_after_a_change(model: Path, hashed: list[Path]) -> None:
+def test_hashes_a_file_once_until_it_changes(model: Path, hashed: list[Path]) -> None:
     sharded(model)
     settle(model)
     digests_found = [content(model) for _ in range(3)]
@@ -240,12 +241,12 @@ def test_processes_hash_a_file_once_and_again_after_a_change(model: Path, hashed
     assert content(model) != digests_found[0] and hashed[4:] == [model / "a.safetensors"]
 
 
-def test_recently_written_file_is_hashed_again(model: Path, hashed: list[Path]) -> None:
+def test_hashes_recently_written_files_again(model: Path, hashed: list[Path]) -> None:
     settle(model, seconds=-100.0)
     assert content(model) == content(model) and len(hashed) == 2
 
 
-def test_unwritable_cache_only_costs_hashing_again(
+def test_hashes_again_if_the_cache_is_not_writable(
     model: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle(model)
@@ -254,7 +255,7 @@ def test_unwritable_cache_only_costs_hashing_again(
     assert one == other and len(hashed) == 2
 
 
-def test_nothing_is_written_into_the_models_directory(model: Path) -> None:
+def test_writes_nothing_into_the_model_directory(model: Path) -> None:
     before = sorted(path.name for path in model.iterdir())
     content(model)
     assert sorted(path.name for path in model.iterdir()) == before
@@ -273,14 +274,14 @@ def test_digest_covers_every_byte_of_an_adapter(model: Path) -> None:
 
 
 def listed(directory: Path) -> Path:
-    """SHA256SUMS, as `sha256sum *` writes it."""
+    """Write SHA256SUMS like `sha256sum *`. Return the directory."""
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in directory.iterdir()]
     (directory / "SHA256SUMS").write_text("".join(sums))
     return directory
 
 
 def noted_by_the_hub(directory: Path) -> Path:
-    """Write the notes of the hub's client: a sha256 of large files, git's digest of small ones."""
+    """Write metadata like the hub's client: a sha256 of large files, git's digest of small ones."""
     notes = directory / ".cache" / "huggingface" / "download"
     files = [path for path in directory.iterdir() if path.is_file()]
     notes.mkdir(parents=True)
@@ -294,7 +295,7 @@ def noted_by_the_hub(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("having", [listed, noted_by_the_hub])
-def test_a_model_is_complete_once_every_file_has_its_digest(
+def test_accepts_files_that_match_their_published_digests(
     model: Path, having: Callable[[Path], Path]
 ) -> None:
     files = {path.name for path in having(model).iterdir() if path.suffix in (".json", ".safetensors")}
@@ -308,7 +309,7 @@ def test_a_model_is_complete_once_every_file_has_its_digest(
         mark_complete(model)
 
 
-def test_a_file_without_a_digest_is_named_with_what_to_do(model: Path) -> None:
+def test_names_a_file_without_a_digest_and_says_what_to_do(model: Path) -> None:
     (listed(model) / "more.safetensors").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"no digest of more.safetensors: .*sha256sum") as refused:
         mark_complete(model)
@@ -318,8 +319,10 @@ def test_a_file_without_a_digest_is_named_with_what_to_do(model: Path) -> None:
     )
 
 
-async def test_process_finds_its_model_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GGUF file is hashed to be found, and the hub is asked."""
+async def test_looks_up_the_model_directory_once_per_process(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look-up hashes a GGUF file or asks the hub."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent))
     asked: list[str] = []
 

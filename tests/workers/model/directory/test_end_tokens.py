@@ -1,4 +1,4 @@
-"""Which tokens end an answer, as tokenizers and chat templates tell it."""
+"""Tests which tokens end an answer, according to tokenizer files and chat templates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THINKING = (
 OPEN_AT_THE_END = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
 
 
-def test_tokenizers_eos_ends_an_answer(tmp_path: Path) -> None:
+def test_the_tokenizers_eos_ends_an_answer(tmp_path: Path) -> None:
     assert end_tokens(write_tokenizer(tmp_path, eos_token="<|im_end|>")) == (IM_END,)
     as_object = {"__type": "AddedToken", "content": "<|endoftext|>", "special": True}
     assert end_tokens(write_tokenizer(tmp_path, eos_token=as_object)) == (ENDOFTEXT,)
@@ -38,13 +38,13 @@ def test_tokenizers_eos_ends_an_answer(tmp_path: Path) -> None:
     assert end_tokens(write_tokenizer(tmp_path, eos_token=None)) == ()
 
 
-def test_eos_may_be_named_only_in_special_tokens_map(tmp_path: Path) -> None:
+def test_reads_eos_from_special_tokens_map(tmp_path: Path) -> None:
     write_json(tmp_path / "special_tokens_map.json", {"eos_token": {"content": "<|im_end|>"}})
     assert end_tokens(write_tokenizer(tmp_path)) == (IM_END,)
 
 
-def test_token_that_a_template_puts_after_an_answer_ends_it(tmp_path: Path) -> None:
-    """A ChatML model whose files kept the base model's end."""
+def test_the_token_after_an_answer_in_the_template_ends_it(tmp_path: Path) -> None:
+    """Some ChatML models keep the base model's EOS in their files."""
     both = write_tokenizer(tmp_path, eos_token="<|endoftext|>", chat_template=CHATML)
     assert end_tokens(both) == (ENDOFTEXT, IM_END)
     write_tokenizer(tmp_path, chat_template=THINKING)
@@ -79,14 +79,14 @@ def test_finds_the_end_token_in_templates_of_other_families(
     assert end_tokens(tmp_path) == (() if end is None else (end,))
 
 
-def test_tokens_that_only_added_tokens_json_has_count(tmp_path: Path) -> None:
+def test_reads_end_tokens_from_added_tokens_json(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, ["<|endoftext|>"], chat_template=CHATML)
     assert end_tokens(tmp_path) == ()
     write_json(tmp_path / "added_tokens.json", {"<|im_start|>": 257, "<|im_end|>": 258})
     assert end_tokens(tmp_path) == (258,)
 
 
-def test_end_token_may_be_an_ordinary_vocabulary_token(tmp_path: Path) -> None:
+def test_accepts_ordinary_vocabulary_tokens_as_end_tokens(tmp_path: Path) -> None:
     Tokenizer(Unigram([("<unk>", 0.0), ("a", -1.0), ("</s>", -2.0)], unk_id=0)).save(
         str(tmp_path / "tokenizer.json")
     )

@@ -1,4 +1,5 @@
-"""Weights against config.json by their files' headers, and each fault in a line of its own."""
+"""Tests that files' headers are compared with config.json, and that errors name each fault on its own
+line."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ FAMILIES = sorted(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", ["1GB", "10KB"])
-def test_every_family_has_the_tensors_of_transformers(
+def test_accepts_tensors_of_every_family_as_transformers_saves_them(
     tmp_path: Path, family: str, tied: bool, size: str
 ) -> None:
     save(tmp_path, family, size, tie_word_embeddings=tied)
@@ -102,11 +103,12 @@ def test_every_family_has_the_tensors_of_transformers(
 PREDICTING = """eh_proj.weight enorm.weight hnorm.weight embed_tokens.weight shared_head.head.weight
     shared_head.norm.weight self_attn.q_proj.weight self_attn.q_proj.weight_scale mlp.experts.0.up_proj.weight
     mlp.gate.e_score_correction_bias""".split()
-"""Tensors of a layer that predicts the token after next."""
+"""Tensors of a multi-token prediction layer, which predicts the token after next."""
 
 
-def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> None:
-    """config.json says how many. transformers does not save them, published checkpoints have them."""
+def test_skips_multi_token_prediction_layers(tmp_path: Path) -> None:
+    """config.json has their number. Published checkpoints have such layers, but transformers does not save
+    them."""
     save(tmp_path, "glm4_moe")
     wanted = {name: read.clone() for name, read in load_file(tmp_path / SINGLE).items()}
     more = {f"model.layers.{LAYERS}.{name}": torch.ones(3) for name in PREDICTING}
@@ -152,7 +154,7 @@ def test_refuses_weights_of_another_family_by_a_missing_tensor(
     assert re.search(says, refusal(tmp_path))
 
 
-def test_header_lists_the_tensors_of_the_file(single: Path) -> None:
+def test_reads_tensor_shapes_from_a_files_header(single: Path) -> None:
     raw, content = load_file(single / SINGLE), (single / SINGLE).read_bytes()
     header = read_header(single / SINGLE)
     assert header.keys() == raw.keys()
@@ -161,7 +163,7 @@ def test_header_lists_the_tensors_of_the_file(single: Path) -> None:
         assert one.dtype == "BF16" and torch.equal(values.view(one.shape), raw[name])
 
 
-def test_accepts_tensors_that_follow_from_the_configuration(single: Path) -> None:
+def test_ignores_extra_tensors_that_do_not_affect_logits(single: Path) -> None:
     derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(DIM // 2)}
     check(edit(single, lambda raw: raw | derived | {"v_head.summary.weight": torch.ones(1, HIDDEN)}))
 

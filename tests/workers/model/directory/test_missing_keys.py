@@ -1,4 +1,4 @@
-"""Keys that a config.json leaves out mean what they mean in transformers' configuration classes."""
+"""Tests that keys missing in config.json have the defaults of transformers' configuration classes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALWAYS: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"moe_intermediate_size": 32},
 }
-"""Keys that no file of a family leaves out."""
+"""Keys that every config.json of a family has."""
 KNOWN = [family for family in FAMILIES.values() if family.model_type in CONFIG_MAPPING]
 
 
@@ -45,7 +45,7 @@ def read(directory: Path, family: Family, raw: dict[str, Any]) -> ModelConfig:
 
 
 @pytest.mark.parametrize("family", KNOWN, ids=lambda family: family.model_type)
-def test_missing_keys_mean_what_transformers_says(tmp_path: Path, family: Family) -> None:
+def test_missing_keys_have_the_defaults_of_transformers(tmp_path: Path, family: Family) -> None:
     given = SHAPE | ALWAYS.get(family.model_type, {})
     filled = CONFIG_MAPPING[family.model_type](**given)
     whole = filled.to_dict() | {"head_dim": getattr(filled, "head_dim", None) or 512 // 8}

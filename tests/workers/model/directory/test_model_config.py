@@ -1,4 +1,4 @@
-"""config.json in the shapes that real models have, and what is refused."""
+"""Tests reading config.json as in published models, and refusing unsupported ones."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_old_and_new_rope_keys_read_the_same(tmp_path: Path) -> None:
     assert linear == RopeConfig(500000.0, {"rope_type": "linear", "factor": 2.0})
 
 
-def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+def test_reads_end_tokens_from_config_and_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [128009, 7]}')
     assert read(tmp_path, LLAMA31).eos_ids == (128009, 7, 128001, 128008)
 
@@ -86,14 +86,14 @@ SAVED_BY_TRANSFORMERS_5: dict[str, Any] = {
         ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, "several rope_theta"),
     ],
 )
-def test_rope_keys_that_contradict_each_other_are_refused(
+def test_refuses_rope_keys_that_contradict_each_other(
     tmp_path: Path, pasted: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
         read(tmp_path, SAVED_BY_TRANSFORMERS_5 | pasted)
 
 
-def test_rope_keys_may_be_repeated_if_they_agree(tmp_path: Path) -> None:
+def test_accepts_repeated_rope_keys_with_the_same_value(tmp_path: Path) -> None:
     both = SAVED_BY_TRANSFORMERS_5 | {
         "rope_parameters": YARN | {"rope_theta": 1e6},
         "rope_scaling": {"type": "yarn", **{key: YARN[key] for key in YARN if key != "rope_type"}},
@@ -102,7 +102,7 @@ def test_rope_keys_may_be_repeated_if_they_agree(tmp_path: Path) -> None:
     assert read(tmp_path, both).rope == RopeConfig(1e6, YARN)
 
 
-def test_trained_length_may_be_a_top_level_key(tmp_path: Path) -> None:
+def test_reads_the_trained_length_from_a_top_level_key(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0}
     top = SAVED_BY_TRANSFORMERS_5 | {"rope_parameters": scaling, "max_position_embeddings": 40960}
     assert read(tmp_path, top).rope.scaling["original_max_position_embeddings"] == 40960
@@ -114,8 +114,9 @@ def test_trained_length_may_be_a_top_level_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", [32768, 40960, 131072])
-def test_yarn_raises_the_positions(tmp_path: Path, said: int) -> None:
-    """vLLM's rule: `factor` times the trained length, whatever max_position_embeddings says."""
+def test_yarn_multiplies_the_trained_length_by_its_factor(tmp_path: Path, said: int) -> None:
+    """As in vLLM, the positions are `factor` times the trained length and max_position_embeddings is
+    ignored."""
     yarn = SAVED_BY_TRANSFORMERS_5 | {"rope_parameters": YARN, "max_position_embeddings": said}
     assert read(tmp_path, yarn).positions == 131072
     assert read(tmp_path, yarn, {"max_position_embeddings": 65536}).positions == 65536
@@ -152,7 +153,7 @@ EXPERTS: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "moe_interm
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_reads_a_mixture_of_experts_and_counts_its_weights(tmp_path: Path, key: str) -> None:
-    """Numbers of all experts are counted, multiply-adds of the chosen ones."""
+    """Weights of all experts count, but multiplications only of the chosen experts."""
     config = read(tmp_path, LLAMA31 | EXPERTS | {key: 64, "num_experts_per_tok": 4, "norm_topk_prob": True})
     assert config.mixture == MixtureConfig(experts=64, per_token=4, normed=True)
     assert (config.intermediate, config.of_rank(4).intermediate) == (768, 192)
@@ -184,8 +185,10 @@ GLM: dict[str, Any] = {"architectures": ["Glm4MoeForCausalLM"], "moe_intermediat
     ],
     ids=str,
 )
-def test_some_layers_may_have_no_experts(tmp_path: Path, change: dict[str, Any], dense: list[int]) -> None:
-    """Each layer counts as what it is, in sizes, stages and chunks."""
+def test_reads_models_with_some_dense_layers(
+    tmp_path: Path, change: dict[str, Any], dense: list[int]
+) -> None:
+    """Weights and costs are counted for each layer's own kind of MLP."""
     config = read(tmp_path, LLAMA31 | change)
     assert config.mixture is not None and config.mixture.dense_layers == tuple(sorted(dense))
     mlp = 3 * config.hidden * 14336
@@ -207,7 +210,7 @@ def test_some_layers_may_have_no_experts(tmp_path: Path, change: dict[str, Any],
     assert {*config.matrix_widths()} == widths
 
 
-def test_ranks_share_every_kind_of_mlp(tmp_path: Path) -> None:
+def test_divides_every_kind_of_mlp_among_ranks(tmp_path: Path) -> None:
     raw = LLAMA31 | GLM | {"intermediate_size": 10944, "n_shared_experts": 2}
     part = read(tmp_path, raw).of_rank(4)
     assert part.mlp_widths == (352, 704, 2736) and part.mixture is not None
@@ -326,9 +329,7 @@ def test_refuses_configurations_it_would_compute_wrongly(
     ],
     ids=str,
 )
-def test_keys_that_change_nothing_in_transformers_change_nothing(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_ignores_keys_that_transformers_ignores(tmp_path: Path, change: dict[str, Any]) -> None:
     config = read(tmp_path, LLAMA31 | change)
     plain = {"architectures": change.get("architectures", LLAMA31["architectures"])}
     if plain["architectures"] == EXPERTS["architectures"]:
@@ -338,7 +339,9 @@ def test_keys_that_change_nothing_in_transformers_change_nothing(
 
 
 def test_warns_of_a_mistral_gguf_without_its_windows(tmp_path: Path) -> None:
-    """llama.cpp's converter writes Mistral 7B v0.1 as a Llama. Later ones have no window and another base."""
+    """llama.cpp's converter writes Mistral 7B v0.1 as a Llama. Later versions have no window and another RoPE
+    base.
+    """
     lost = LLAMA31 | {
         "rope_scaling": None,
         "rope_theta": 1e4,
@@ -356,7 +359,7 @@ def test_warns_of_a_mistral_gguf_without_its_windows(tmp_path: Path) -> None:
         assert lost_window_note(read(tmp_path, lost | other)) is None
 
 
-def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+def test_names_missing_and_invalid_config_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json does not exist"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

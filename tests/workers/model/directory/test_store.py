@@ -1,4 +1,4 @@
-"""Names to directories: local ones, GGUF files converted once, the embedded default, hub failures."""
+"""Tests finding a model's directory: local directories, converted GGUF files, the embedded model, the hub."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def add_metadata(writer: Any) -> None:
 
 
 def write_model(path: Path, seed: int = 0, **split: Any) -> Path:
-    """A GGUF of a two-layer Llama with a byte-level tokenizer and a chat template. split: into parts."""
+    """Write a GGUF file of a two-layer Llama with a byte-level tokenizer and a chat template. split: Options
+    that split it into parts."""
     random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama", **split)
     add_metadata(writer)
@@ -86,7 +87,7 @@ def prepared(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return model_store.model_directory(str(model_file), tmp_path_factory.mktemp("cache"))
 
 
-def test_a_converted_directory_has_the_weights(model_file: Path, prepared: Path) -> None:
+def test_converted_directory_has_the_weights_of_the_gguf_file(model_file: Path, prepared: Path) -> None:
     source, converted = GgufSource(model_file), open_weights(prepared)
     assert converted.names() == source.names()
     for name in source.names():
@@ -96,7 +97,7 @@ def test_a_converted_directory_has_the_weights(model_file: Path, prepared: Path)
     assert (config.vocab, config.eos_ids) == (len(TOKENS), (1,))
 
 
-def test_a_converted_directory_has_the_tokenizer(prepared: Path) -> None:
+def test_converted_directory_has_the_tokenizer_of_the_gguf_file(prepared: Path) -> None:
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
     text = "<|start|>naïve 🙂\n  123<|end|>"
     encoded = tokenizer.encode(text)
@@ -117,7 +118,7 @@ def test_transformers_reads_a_converted_directory(prepared: Path) -> None:
     assert torch.equal(model.get_input_embeddings().weight, embedding)
 
 
-def test_weights_are_written_in_bounded_shards(
+def test_converts_weights_into_shards_of_limited_size(
     model_file: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_convert, "_SHARD_BYTES", 40_000)
@@ -128,7 +129,7 @@ def test_weights_are_written_in_bounded_shards(
     assert all(torch.equal(one.read(name), many.read(name)) for name in one.names())
 
 
-def test_the_second_call_converts_nothing(
+def test_does_not_convert_a_file_twice(
     model_file: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_convert, "convert_gguf", None)
@@ -139,14 +140,14 @@ def test_the_second_call_converts_nothing(
     )
 
 
-def test_another_file_is_another_directory(tmp_path: Path, prepared: Path) -> None:
+def test_converts_another_file_into_another_directory(tmp_path: Path, prepared: Path) -> None:
     other = model_store.model_directory(str(write_model(tmp_path / "other.gguf", seed=1)), prepared.parent)
     assert other != prepared and other.parent == prepared.parent
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_gguf_in_parts_is_one_model(prepared: Path, tmp_path: Path, first: bool) -> None:
-    """first: a first part without tensors."""
+def test_converts_a_gguf_in_parts_into_one_directory(prepared: Path, tmp_path: Path, first: bool) -> None:
+    """first: The first part has no tensors."""
     write_model(tmp_path / "big.gguf", split_max_tensors=8, small_first_shard=first)
     parts = sorted(tmp_path.glob("*.gguf"))
     assert [part.name for part in parts] == [
@@ -159,7 +160,7 @@ def test_a_gguf_in_parts_is_one_model(prepared: Path, tmp_path: Path, first: boo
     assert GgufSource(parts[1]).config() == json.loads((prepared / "config.json").read_text())
 
 
-def test_parts_that_are_missing_or_of_another_model_are_named(tmp_path: Path) -> None:
+def test_names_gguf_parts_that_are_missing_or_of_another_model(tmp_path: Path) -> None:
     write_model(tmp_path / "big.gguf", split_max_tensors=8)
     first, second, last = sorted(tmp_path.glob("*.gguf"))
     content = second.read_bytes()
@@ -179,7 +180,7 @@ def test_parts_that_are_missing_or_of_another_model_are_named(tmp_path: Path) ->
         model_store.model_directory(str(tmp_path / "alone.gguf"), tmp_path / "cache")
 
 
-def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_conversion_leaves_no_files(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF, or so it says" * 9)
     with pytest.raises(ModelError, match=r"broken\.gguf"):
@@ -187,7 +188,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_is_named(model_file: Path, tmp_path: Path) -> None:
+def test_names_a_cache_that_is_not_writable(model_file: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match=r"cannot be converted into .*file/cache: Not a directory \("):
         model_store.model_directory(str(model_file), tmp_path / "file" / "cache")
@@ -207,8 +208,8 @@ def test_unwritable_home_names_xdg_cache_home_in_one_line(
     assert found.parent == tmp_path / "cache" / "deltafront" / "models"
 
 
-def test_unused_conversions_are_removed(model_file: Path, tmp_path: Path) -> None:
-    """Removes conversions of older formats and killed processes, and nothing else."""
+def test_removes_unused_conversions(model_file: Path, tmp_path: Path) -> None:
+    """Unused are conversions of older formats and of killed processes."""
     now = model_store._FORMAT
     gone = {f"{'0a' * 8}-v{now - 1}", ".preparing-x"}
     kept = {f"{'0b' * 8}-v{now}", f"{'0c' * 8}-v{now + 1}", "mine-v1"}
@@ -225,10 +226,10 @@ def test_unused_conversions_are_removed(model_file: Path, tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {found.name} | kept | read
 
 
-def test_concurrent_conversions_end_in_one_directory(
+def test_concurrent_conversions_produce_one_directory(
     model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither caller publishes before both have converted, so one of them must lose the race."""
+    """Both callers convert before either publishes its directory, so one of them loses the race."""
     convert, both_done = gguf_convert.convert_gguf, threading.Barrier(2)
 
     def together(path: Path, work: Path) -> None:
@@ -244,7 +245,7 @@ def test_concurrent_conversions_end_in_one_directory(
     assert len(open_weights(directory).names()) == 2 + 9 * LAYERS
 
 
-def test_a_local_directory_is_checked(prepared: Path, tmp_path: Path) -> None:
+def test_refuses_incomplete_local_directories(prepared: Path, tmp_path: Path) -> None:
     assert model_store.model_directory(str(prepared)) == prepared
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
@@ -288,7 +289,9 @@ def test_hub_download_skips_other_weight_formats(prepared: Path, monkeypatch: py
     assert list(filter_repo_objects(files + foreign, **asked["owner/name"])) == files
 
 
-def test_the_shipped_adapter_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_the_shipped_adapter_from_any_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     found = model_store.adapter_directory("deploy/models/smollm2-135m-128k")
     assert (found / "adapter_model.safetensors").is_file()
@@ -313,7 +316,7 @@ def test_refuses_a_missing_or_altered_embedded_model(tmp_path: Path, monkeypatch
         model_store.embedded_gguf()
 
 
-def test_the_embedded_model_is_complete() -> None:
+def test_the_embedded_model_has_all_its_files() -> None:
     try:
         model_store.embedded_gguf()
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""The files beside tokenizer.json, against transformers. An error names an unusable file in one line."""
+"""Tests reading the files beside tokenizer.json, compared with transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NAMES: dict[str, Any] = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken
     ],
     ids=["standard", "a name of its own", "extra, by name", "extra, as a list"],
 )
-def test_templates_have_the_variables_of_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_chat_templates_get_the_variables_of_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     write_tokenizer(tmp_path, ["<s>", "</s>"], chat_template=EVERYTHING, **config)
     for more in ({}, {"enable_thinking": False}):
         wanted = theirs(tmp_path).apply_chat_template(
@@ -65,7 +65,8 @@ def test_templates_have_the_variables_of_transformers(tmp_path: Path, config: di
 
 
 def test_special_tokens_map_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    """It wins, but where tokenizer_config.json lists the tokens that were added: then it only fills gaps."""
+    """special_tokens_map.json overrides tokenizer_config.json, unless the latter has added_tokens_decoder.
+    Then it only adds missing tokens."""
     write_tokenizer(tmp_path, ["<s>", "</s>", "<e>"], chat_template=EVERYTHING, eos_token="</s>")
     write_json(tmp_path / "special_tokens_map.json", {"bos_token": {"content": "<s>"}, "eos_token": "<e>"})
     assert TokenizerFiles.read(tmp_path).special == theirs(tmp_path).special_tokens_map
@@ -75,8 +76,8 @@ def test_special_tokens_map_is_read_as_transformers_reads_it(tmp_path: Path) -> 
     assert TokenizerFiles.read(tmp_path).special == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def test_templates_have_the_dialect_of_transformers() -> None:
-    """A version of transformers whose templates can do more fails here."""
+def test_chat_templates_have_the_jinja_extensions_of_transformers() -> None:
+    """The test fails with a version of transformers whose templates have further extensions."""
     ours, theirs = chat_template._environment(), _compile_jinja_template("").environment
     assert type(ours) is type(theirs) and ours.undefined is theirs.undefined
     for names in ("filters", "globals", "tests"):
@@ -88,7 +89,7 @@ def test_templates_have_the_dialect_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("file", ["added_tokens.json", "added_tokens_decoder"])
-def test_tokens_beside_tokenizer_json_are_added(tmp_path: Path, file: str) -> None:
+def test_adds_tokens_from_files_beside_tokenizer_json(tmp_path: Path, file: str) -> None:
     ids = {"<|im_end|>": 258, "<|im_start|>": 257}
     listed = {
         str(number): {"content": content, "special": True, "normalized": False}
@@ -148,7 +149,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 908
         ("chat_template.jinja", POINTER, r"chat_template\.jinja is a Git LFS pointer"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named_in_one_line(
+def test_names_unusable_tokenizer_files_in_one_line(
     tmp_path: Path, file: str, content: str, message: str
 ) -> None:
     write_tokenizer(tmp_path)

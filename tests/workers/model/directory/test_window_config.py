@@ -1,4 +1,4 @@
-"""Which layers have windows, as transformers reads the same files."""
+"""Tests which layers have windows, compared with transformers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_refuses_windows_of_unsupported_layers(tmp_path: Path, change: dict[str,
 
 
 def test_reads_gemma_3_as_published(tmp_path: Path) -> None:
-    """Few keys; its older spelling of rope and transformers 5's read the same."""
+    """The published file has few keys. RoPE keys of older versions and of transformers 5 give the same
+    result."""
     config = read(tmp_path, GEMMA3)
     assert (config.q_heads, config.kv_heads, config.head_dim, config.vocab) == (8, 4, 256, 262208)
     assert config.windows == {layer: 1024 for layer in range(34) if layer not in (5, 11, 17, 23, 29)}
@@ -102,10 +103,10 @@ QWEN = MISTRAL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", 
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
-def test_qwen_uses_windows_in_the_layers_that_transformers_does(
+def test_qwen_has_windows_in_the_same_layers_as_in_transformers(
     tmp_path: Path, change: dict[str, Any], kind: str
 ) -> None:
-    """Without a window it assumes one of 4,096."""
+    """If sliding_window is missing, transformers assumes 4,096."""
     raw = {key: value for key, value in QWEN.items() if key != "sliding_window"} | change
     raw |= {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower()}
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -117,8 +118,10 @@ def test_qwen_uses_windows_in_the_layers_that_transformers_does(
     assert [layer in config.windows for layer in range(config.layers)] == slides
 
 
-def test_dual_chunk_attention_is_refused_beyond_its_chunk(tmp_path: Path) -> None:
-    """Qwen2.5-1M's key; transformers computes another attention than the model was made for."""
+def test_refuses_dual_chunk_attention_beyond_one_chunk(tmp_path: Path) -> None:
+    """Qwen2.5-1M has this key. transformers ignores it and computes other attention than the model was
+    trained for.
+    """
     chunks = {"chunk_size": 65536, "local_size": 8192, "original_max_position_embeddings": 65536}
     raw = QWEN | {"use_sliding_window": False, "dual_chunk_attention_config": chunks}
     with pytest.raises(ModelError, match=r"dual_chunk_attention_config: .*beyond 65536 tokens"):

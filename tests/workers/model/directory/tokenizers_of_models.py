@@ -1,4 +1,4 @@
-"""Directories with a small tokenizer and the files that models have beside it."""
+"""Writes directories with a small tokenizer and the files that models have beside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def write_tokenizer(
     added: Sequence[str | AddedToken] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     **config: Any,
 ) -> Path:
-    """Bytes are tokens 0 to 255, what is added follows. config: of tokenizer_config.json."""
+    """Write a tokenizer with bytes as tokens 0 to 255, then the added tokens. config: Keys of
+    tokenizer_config.json.
+    """
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""A tiny Llama that transformers has saved."""
+"""A tiny Llama, saved by transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tiny_config(**more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of four layers, saved by transformers in one file."""
+    """Save a Llama of four layers in one file. Return its directory."""
     directory = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(3)
     transformers.LlamaForCausalLM(tiny_config()).save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of a tiny model in each published form, packed by loops as its quantiser does."""
+"""Writes quantised checkpoints of a tiny model in each published format, packed by plain loops."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ...tiny_model import make_tiny_model
 
 GROUP, NF4_BLOCK = 32, 64
 BLOCK = 48
-"""It divides neither 64 nor 256, and divides 96."""
+"""Side of a quantisation block. It divides 96, but neither 64 nor 256."""
 DOWN = "model.layers.1.mlp.down_proj."
 QUERY = "model.layers.1.self_attn.q_proj."
 
 Tensors = dict[str, torch.Tensor]
 Rows = list[list[int]]
 Store = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
-"""weight_OI → its parts, and what they stand for."""
+"""weight_OI → the stored tensors, and the weights that they represent."""
 
 
 def groups(strategy: str, **more: Any) -> dict[str, Any]:
-    """A configuration as llm-compressor writes it."""
+    """Make a quantization_config like llm-compressor's."""
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True} | more
     group = {"weights": weights, "targets": ["Linear"]}
     return {
@@ -58,7 +58,7 @@ def block_scales(weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Each weight's own scale, found by its place."""
+    """Expand scales of a tensor, of rows or of blocks to one scale per weight."""
     if scales.numel() == 1:
         return scales.reshape(()).expand(shape)
     if scales.shape[-1] == 1 or scales.dim() == 1:
@@ -78,7 +78,8 @@ def fp8(scale_name: str, make_scales: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def packed(rows: Rows, bits: int, places: Sequence[int] = range(32)) -> torch.Tensor:
-    """Each row's numbers in words of 32 bits. places: which place a word's first, second … number takes."""
+    """Pack each row's numbers into 32-bit words. places: Position in the word of its first, second, …
+    number."""
     per_word = 32 // bits
     words = [[0] * -(-len(row) // per_word) for row in rows]
     for row, out in zip(rows, words, strict=True):
@@ -93,7 +94,8 @@ def turned(rows: Rows) -> Rows:
 
 
 class Integers:
-    """numbers_OI, zeros_ON and scales_ON near a matrix, and what they stand for. groups_I: each input's."""
+    """A matrix quantised to integers: numbers_OI, zeros_ON, scales_ON, and the weights meant_OI that they
+    represent. groups_I: The group of each input column."""
 
     def __init__(
         self, weight_OI: torch.Tensor, bits: int, group: int, *, ordered: bool, symmetric: bool
@@ -122,7 +124,8 @@ class Integers:
 
 
 def awq(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """AutoAWQ's gemm: words run along outputs, and hold the outputs 0, 2, 4, 6, 1, 3, 5, 7 from below."""
+    """Store like AutoAWQ's gemm: numbers are packed along outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 from
+    the lowest bits."""
     places = [[0, 2, 4, 6, 1, 3, 5, 7].index(output) for output in range(8)]
     x = Integers(weight_OI, 4, GROUP, ordered=False, symmetric=False)
     parts = {
@@ -136,7 +139,8 @@ def awq(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 def gptq(
     bits: int = 4, *, symmetric: bool = True, ordered: bool = False, index: bool = True, v2: bool = False
 ) -> Store:
-    """AutoGPTQ: numbers are packed along inputs, zero points along outputs, in version 1 less one."""
+    """Store like AutoGPTQ: numbers are packed along inputs, zero points along outputs. Version 1 stores zero
+    points minus 1."""
 
     def store(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         x = Integers(weight_OI, bits, GROUP, ordered=ordered, symmetric=symmetric)
@@ -155,7 +159,8 @@ def gptq(
 def pack_quantized(
     bits: int = 4, group: int = GROUP, *, symmetric: bool = True, ordered: bool = False, old: bool = False
 ) -> Store:
-    """compressed-tensors: zero points are packed along outputs; old versions have them in int8."""
+    """Store like compressed-tensors: zero points are packed along outputs. Old versions store them in
+    int8."""
 
     def store(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         x = Integers(weight_OI, bits, group, ordered=ordered, symmetric=symmetric)
@@ -179,7 +184,8 @@ NF4 = """-1 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.2844
 
 
 def nf4(*, nested: bool) -> Store:
-    """bitsandbytes: two numbers a byte, the first above; blocks of 64 numbers have a scale."""
+    """Store like bitsandbytes: two numbers per byte, the first in the upper half, and a scale for 64
+    numbers."""
 
     def store(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         draw = torch.Generator().manual_seed(3)
@@ -257,7 +263,7 @@ FORMS: dict[str, tuple[dict[str, Any], Store]] = {
 
 @functools.cache
 def made(form: str) -> tuple[Tensors, Tensors]:
-    """The tensors of a tiny quantised model, and what they stand for."""
+    """Make the tensors of a tiny quantised model, and the weights that they represent."""
     stored: Tensors = {}
     meant: Tensors = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -274,7 +280,7 @@ def made(form: str) -> tuple[Tensors, Tensors]:
 
 
 def write(directory: Path, form: str) -> Tensors:
-    """Returns what the tensors stand for."""
+    """Write a checkpoint in a quantised format. Return the weights that it represents."""
     stored, meant = made(form)
     save_file(stored, make_tiny_model(directory) / "model.safetensors")
     configure(directory, FORMS[form][0])

@@ -1,4 +1,4 @@
-"""Keys of a GGUF file that change what is computed: read, or refused by name."""
+"""Tests that keys of a GGUF file which change the logits are read or refused by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ HEADS, DIM, VOCAB = 2, 16, 8
 def write(
     path: Path, architecture: str = "llama", *, factors: bool = False, layers: int = 1, **keys: Any
 ) -> Path:
-    """A file of an embedding and `keys`, whose dots are written as double underscores."""
+    """Write a GGUF file with an embedding and `keys`. A double underscore in a key's name stands for a
+    dot."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(256)
     writer.add_embedding_length(HEADS * DIM)
@@ -101,7 +102,7 @@ LINEAR = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
         ("llama", {"tokenizer__ggml__tokens": list("abcdefghi")}, "9 tokens, but only 8 embeddings"),
     ],
 )
-def test_refuses_gguf_keys_it_does_not_compute_by_name(
+def test_refuses_and_names_unsupported_gguf_keys(
     tmp_path: Path, architecture: str, keys: dict[str, Any], name: str
 ) -> None:
     with pytest.raises(ModelError, match=name.replace(".", r"\.")):
@@ -119,7 +120,7 @@ def test_refuses_bad_gguf_keys_before_converting_weights(
         store.model_directory(str(path), tmp_path / "cache")
 
 
-def test_takes_gguf_keys_that_change_nothing(tmp_path: Path) -> None:
+def test_accepts_gguf_keys_that_change_nothing(tmp_path: Path) -> None:
     found = config(
         tmp_path,
         vocab_size=VOCAB,
@@ -143,7 +144,7 @@ def test_takes_gguf_keys_that_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "keys", [LINEAR, {"rope__scale_linear": 4.0}, {"rope__scaling__factor": 4.0, "rope__scale_linear": 2.0}]
 )
-def test_linear_scaling_is_read_by_its_old_name_too(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_reads_linear_rope_scaling_by_its_old_key(tmp_path: Path, keys: dict[str, Any]) -> None:
     found = config(tmp_path, **keys)
     assert found.rope.kind == "linear" and found.rope.scaling["factor"] == 4.0
 
@@ -152,7 +153,7 @@ def test_rope_scaling_of_type_none_is_ignored(tmp_path: Path) -> None:
     assert config(tmp_path, rope__scaling__type="none", rope__scaling__factor=4.0).rope.kind == "default"
 
 
-def test_gguf_yarn_keeps_ramp_and_temperature(tmp_path: Path) -> None:
+def test_reads_yarns_ramp_and_temperature_from_gguf(tmp_path: Path) -> None:
     temperature = 0.1 * math.log(4.0) + 1.0
     options = {
         "yarn_beta_fast": 16.0,
@@ -171,7 +172,7 @@ def test_gguf_yarn_keeps_ramp_and_temperature(tmp_path: Path) -> None:
     assert not torch.equal(with_options, without)
 
 
-def test_every_end_token_of_the_file_ends_an_answer(tmp_path: Path) -> None:
+def test_reads_all_end_tokens_of_a_gguf_file(tmp_path: Path) -> None:
     keys = {f"tokenizer__ggml__{kind}_token_id": id_ for id_, kind in enumerate(("eos", "eot", "eom"), 3)}
     assert config(tmp_path, **keys).eos_ids == (3, 4, 5)
     named = config(tmp_path, tokenizer__ggml__tokens=["a", "<|im_end|>"], tokenizer__ggml__eos_token_id=0)
@@ -179,7 +180,8 @@ def test_every_end_token_of_the_file_ends_an_answer(tmp_path: Path) -> None:
 
 
 def test_reads_gemma_3_gguf_keys(tmp_path: Path) -> None:
-    """llama.cpp knows what the files leave out: a window's rope, and the 27B model's scale of scores."""
+    """Some values are not in the file but in llama.cpp's code: RoPE of windowed layers, and the 27B model's
+    attention scale."""
     window = {"attention__sliding_window": 64, "rope__freq_base": 1e6, **LINEAR}
     found = config(tmp_path, "gemma3", **window)
     assert (found.sliding_window, found.window_layers, found.attention_scale) == (64, (0,), 1.0)

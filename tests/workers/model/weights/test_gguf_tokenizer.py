@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer: the ids of the model's own, markers whole, BOS as told, and no guess."""
+"""Tests that a GGUF file's tokenizer gives the token ids of the original tokenizer, or is refused."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def code() -> str:
 
 
 def unicode() -> str:
-    """Scripts, emoji, marks, digits and runs of whitespace in any order."""
+    """Make a text of several scripts, emoji, marks, digits and whitespace in random order."""
     return "".join(random.Random(5).choices(PARTS, k=4000))
 
 
 LARGE = ("llama_4", "qwen_35")
-"""Up to a quarter of a million tokens each, of families that are not served."""
+"""Vocabularies with up to 250,000 tokens, of families that the service refuses."""
 NAMES = [pytest.param(name, marks=[pytest.mark.long] if name in LARGE else []) for name in FAMILIES]
 TEXTS = {make.__name__: make for make in (prose, code, unicode)}
 
@@ -89,7 +89,7 @@ BY_LIBRARY = {
     "exaone": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), ByteLevel(False)]),
     "exaone4": ByteLevel(add_prefix_space=False),
 }
-"""Families whose vocabularies no package has → the parts of `tokenizers` that their tokenizer.json names."""
+"""For families whose vocabularies are in no package: the pre-tokenizer of their tokenizer.json."""
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -100,7 +100,7 @@ def test_pre_tokenizer_splits_words_as_tokenizer_json_does(pre: str, text: str) 
 
 
 @pytest.mark.parametrize("pre", ["glm4", "chatglm-bpe", "dbrx", "smaug-bpe"])
-def test_pre_tokenizers_based_on_llama_3_split_alike(pre: str) -> None:
+def test_pre_tokenizers_like_llama_3s_split_the_same_way(pre: str) -> None:
     assert PRE_TOKENIZERS[pre] == PreTokenizer(PRE_TOKENIZERS["llama-bpe"].splits)
 
 
@@ -121,7 +121,8 @@ R1_TEMPLATE = (
 
 
 def test_deepseek_distill_template_markers_are_single_tokens(tmp_path: Path) -> None:
-    """DeepSeek-R1-Distill-Llama: Llama 3's vocabulary with DeepSeek's markers, most of them user-defined."""
+    """DeepSeek-R1-Distill-Llama has Llama 3's vocabulary with DeepSeek's markers, most of them
+    user-defined."""
     llama = FAMILIES["llama_3"]().metadata
     first = llama["token_type"].index(3)
     tokens, types = list(llama["tokens"]), list(llama["token_type"])
@@ -169,7 +170,7 @@ def tokens_of(metadata: dict[str, Any], text: str, *, opening: bool = False) -> 
     return list(made(metadata).encode(text, add_special_tokens=opening).tokens)
 
 
-def test_control_tokens_leave_answers_and_user_defined_ones_stay() -> None:
+def test_decoding_drops_control_tokens_but_not_user_defined_ones() -> None:
     tokenizer = made(byte_level())
     assert tokens_of(byte_level(), "x<think></s>") == ["x", "<think>", "</s>"]
     assert tokenizer.decode(ids(tokenizer, "<s>x<think></s>"), skip_special_tokens=True) == "x<think>"
@@ -185,19 +186,19 @@ def test_control_tokens_leave_answers_and_user_defined_ones_stay() -> None:
         ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, ["<s>", "x", "</s>"]),
     ],
 )
-def test_bos_and_eos_come_where_the_file_asks(pre: str, said: dict[str, bool], wanted: list[str]) -> None:
+def test_adds_bos_and_eos_as_the_file_says(pre: str, said: dict[str, bool], wanted: list[str]) -> None:
     assert tokens_of(byte_level(pre, **said), "x", opening=True) == wanted
     assert tokens_of(byte_level(pre, **said), "x") == ["x"]
 
 
-def test_bos_without_an_id_is_refused() -> None:
+def test_refuses_a_bos_without_an_id() -> None:
     metadata = byte_level("llama-bpe")
     del metadata["bos_token_id"]
     with pytest.raises(ModelError, match="add_bos_token is true, but there is no bos_token_id"):
         tokenizer_json(Metadata(metadata))
 
 
-def test_ignore_merges_keeps_a_word_that_is_a_token() -> None:
+def test_ignore_merges_uses_a_whole_word_if_it_is_a_token() -> None:
     assert tokens_of(byte_level("llama-bpe"), "abc") == ["abc"]
     assert tokens_of(byte_level("gpt-2"), "abc") == ["ab", "c"]
 
@@ -236,19 +237,19 @@ def test_refuses_an_unknown_pre_tokenizer_and_names_known_ones(pre: str | None) 
         (sentencepiece(remove_extra_whitespaces=True), "remove_extra_whitespaces is not supported"),
     ],
 )
-def test_a_vocabulary_that_cannot_be_rebuilt_is_refused(metadata: dict[str, Any], message: str) -> None:
+def test_refuses_vocabularies_that_cannot_be_converted(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         tokenizer_json(Metadata(metadata))
 
 
-def test_eos_eot_and_eom_all_end_an_answer() -> None:
+def test_reads_eos_eot_and_eom_as_end_tokens() -> None:
     metadata = byte_level(eot_token_id=3, eom_token_id=4)
     assert end_ids(Metadata(metadata)) == [1, 3, 4]
     assert end_ids(Metadata(sentencepiece())) == [2], "sentencepiece's own, which files may leave out"
     assert end_ids(Metadata({})) == []
 
 
-def test_end_tokens_without_a_gguf_key_are_found_by_name() -> None:
+def test_finds_end_tokens_by_name_if_gguf_keys_are_missing() -> None:
     chat = byte_level(tokens=["<|endoftext|>", "</s>", "<|im_end|>", *byte_level()["tokens"][3:]])
     assert end_ids(Metadata(chat)) == [1, 0, 2]
     special = {
@@ -257,7 +258,7 @@ def test_end_tokens_without_a_gguf_key_are_found_by_name() -> None:
     assert special == {"<|endoftext|>", "</s>", "<|im_end|>"}
 
 
-def test_the_roles_of_special_tokens_are_named() -> None:
+def test_writes_the_roles_of_special_tokens() -> None:
     assert tokenizer_config(Metadata(byte_level(padding_token_id=1))) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -1,4 +1,4 @@
-"""A GGUF file, written here, and read both by transformers and by us."""
+"""Tests reading a GGUF file that the tests write, compared with transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .test_stack_weights import Raw, stack_spec
 
 
 def interleaved(weight_OI: torch.Tensor, heads: int) -> torch.Tensor:
-    """Order a Llama's q or k rows like llama.cpp: the halves of each head alternate."""
+    """Reorder a Llama's q or k rows like llama.cpp, which interleaves the two halves of each head."""
     return weight_OI.view(heads, 2, DIM // 2, -1).transpose(1, 2).reshape(weight_OI.shape)
 
 
@@ -74,7 +74,7 @@ def gguf_dir(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_gguf_gives_the_logits_of_transformers_dequantised(gguf_dir: Path) -> None:
+def test_gguf_logits_equal_transformers_on_dequantised_weights(gguf_dir: Path) -> None:
     config = read_config(gguf_dir)
     assert config.rope.theta == 20_000.0 and config.rms_eps == 1e-5 and not config.tied_embeddings
     ids_T = torch.randint(0, VOCAB, (40,))
@@ -100,7 +100,7 @@ def test_gguf_tensors_equal_the_stored_values(tiny: Path, gguf_dir: Path) -> Non
         assert (source.read_compact(name).dtype == torch.bfloat16) == quantised
 
 
-def test_a_truncated_gguf_is_a_plain_error(gguf_dir: Path, tmp_path: Path) -> None:
+def test_names_a_truncated_gguf_file(gguf_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes((gguf_dir / "tiny.gguf").read_bytes()[:100])
     with pytest.raises(ModelError, match=r"bad\.gguf"):
         open_weights(tmp_path)
@@ -109,8 +109,8 @@ def test_a_truncated_gguf_is_a_plain_error(gguf_dir: Path, tmp_path: Path) -> No
         open_weights(tmp_path)
 
 
-def test_rope_factors_of_a_gguf_reach_the_config(tmp_path: Path, tiny: Path) -> None:
-    """llama.cpp stores llama3 scaling as one divisor per frequency, in a tensor of its own."""
+def test_reads_rope_factors_from_a_gguf_tensor(tmp_path: Path, tiny: Path) -> None:
+    """llama.cpp stores llama3 scaling as a tensor with one divisor per frequency."""
     writer = gguf.GGUFWriter(tmp_path / "factors.gguf", "llama")
     for add, value in (
         (writer.add_context_length, 256),

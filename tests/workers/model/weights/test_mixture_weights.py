@@ -1,4 +1,4 @@
-"""Experts as they are loaded: in parts for ranks, in 8 bits, from checkpoints in 8 bits."""
+"""Tests loading experts: shared among ranks, quantised to FP8, and from FP8 checkpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def read(directory: Path, **more: Any) -> MixtureWeights:
-    """The tensors of layer 1."""
+    """Read the mixture weights of layer 1."""
     spec = StackSpec(
         config=read_config(directory),
         layers=range(1, 2),
@@ -101,7 +101,7 @@ def test_fp8_experts_keep_an_unquantised_router(directory: Path) -> None:
 
 
 def test_reads_experts_in_block_scaled_fp8(directory: Path) -> None:
-    """Qwen publishes them like this: each expert's matrix has scales, the router has none."""
+    """In Qwen's published checkpoints each expert's matrix has scales, but the router has none."""
     path, index = directory / "model-1.safetensors", json.loads((directory / WEIGHT_INDEX).read_text())
     tensors, meant = load_file(path), dict[str, torch.Tensor]()
     for name, weight_OI in list(tensors.items()):
@@ -144,7 +144,8 @@ GLM = replace(
 
 @pytest.fixture
 def beside(tmp_path: Path) -> Path:
-    """Experts with a shared MLP, after a layer without experts."""
+    """Write a model whose first layer has no experts, and whose other layers have experts and a shared
+    MLP."""
     write_model(tmp_path, GLM, torch.device("cpu"))
     return tmp_path
 
@@ -170,7 +171,7 @@ def test_all_tokens_use_the_shared_expert(beside: Path) -> None:
 
 
 def test_sigmoid_router_stays_in_float32(beside: Path) -> None:
-    """Biases are close to one another beside their size; in 16 bits they would be equal."""
+    """Biases differ little compared with their size, so they would be equal in 16 bits."""
     path = beside / "model-1.safetensors"
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     bias_E = 30 + torch.arange(6) / 1000
@@ -181,7 +182,7 @@ def test_sigmoid_router_stays_in_float32(beside: Path) -> None:
     weights(torch.randn(3, 64, dtype=torch.bfloat16))
 
 
-def test_an_expert_that_is_missing_is_named(directory: Path) -> None:
+def test_names_a_missing_expert(directory: Path) -> None:
     index = json.loads((directory / WEIGHT_INDEX).read_text())
     name = "model.layers.1.mlp.experts.4.up_proj.weight"
     del index["weight_map"][name]

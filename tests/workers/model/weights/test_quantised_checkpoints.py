@@ -1,4 +1,4 @@
-"""Quantised checkpoints are what their numbers and scales say, in each published form."""
+"""Tests reading quantised checkpoints in each published format."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .quantised_checkpoints import (
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_reads_each_quantised_matrix_as_values_times_scales(tmp_path: Path, form: str) -> None:
+def test_reads_quantised_matrices_as_values_times_scales(tmp_path: Path, form: str) -> None:
     meant = write(tmp_path, form)
     check_weights(tmp_path, read_config(tmp_path))
     source = open_weights(tmp_path)
@@ -50,7 +50,8 @@ def test_reads_each_quantised_matrix_as_values_times_scales(tmp_path: Path, form
 
 @pytest.mark.parametrize("form", FORMS)
 def test_quantised_model_equals_transformers_on_dequantised_weights(tmp_path: Path, form: str) -> None:
-    """In chunks through two stages, then single tokens, a chunk that is appended, and 64 greedy tokens."""
+    """The test prefills in chunks through two stages, decodes tokens, extends by a chunk, and decodes 64
+    tokens."""
     meant, tokens = write(tmp_path / "quantised", form), 64
     save_file(meant, make_tiny_model(tmp_path / "plain") / "model.safetensors", metadata={"format": "pt"})
     ids_T = torch.randint(0, VOCAB, (80,), generator=torch.Generator().manual_seed(1))
@@ -77,7 +78,7 @@ def test_quantised_model_equals_transformers_on_dequantised_weights(tmp_path: Pa
     assert found == likeliest(tmp_path / "plain", ids_T, found)
 
 
-def test_a_multimodal_checkpoint_may_be_quantised(tmp_path: Path) -> None:
+def test_reads_quantised_multimodal_checkpoints(tmp_path: Path) -> None:
     meant = write(tmp_path, "W4A16")
     stored = load_file(tmp_path / "model.safetensors")
     save_file({f"language_model.{name}": one for name, one in stored.items()}, tmp_path / "model.safetensors")
@@ -169,7 +170,7 @@ BROKEN: list[tuple[str, object, dict[str, torch.Tensor | None], str]] = [
 
 
 @pytest.mark.parametrize(("form", "config", "change", "says"), BROKEN)
-def test_a_part_that_is_missing_misshapen_or_foreign_is_named(
+def test_names_missing_misshapen_and_unexpected_quantised_tensors(
     tmp_path: Path, form: str, config: object, change: dict[str, torch.Tensor | None], says: str
 ) -> None:
     write(tmp_path, form)
@@ -182,7 +183,7 @@ def test_a_part_that_is_missing_misshapen_or_foreign_is_named(
     assert says.replace("{}", DOWN) in said and said.startswith(str(tmp_path)) and "\n" not in said
 
 
-def test_a_model_that_is_quantised_in_its_config_alone_is_refused(tmp_path: Path) -> None:
+def test_refuses_plain_weights_with_a_quantization_config(tmp_path: Path) -> None:
     configure(make_tiny_model(tmp_path), GPTQ)
     with pytest.raises(
         ModelError,
@@ -218,7 +219,7 @@ def test_error_names_quantisation_settings_that_contradict_shapes(
     assert f"'{DOWN}weight' cannot be computed" in str(caught.value) and says in str(caught.value)
 
 
-def test_notes_say_how_quantised_weights_are_held(tmp_path: Path) -> None:
+def test_notes_say_in_which_dtype_quantised_weights_are_held(tmp_path: Path) -> None:
     write(tmp_path, "GPTQ")
     weights, scales = quantisation_notes(tmp_path, "bfloat16")
     assert weights == (
@@ -241,8 +242,8 @@ def test_notes_say_how_quantised_weights_are_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("form", "grows"), [("channel", False), ("tensor", True), ("block", True)])
-def test_stated_fp8_rerounding_error_equals_the_measured_one(form: str, grows: bool) -> None:
-    """Root mean squares over a matrix of normal numbers, of which an output has 2,048."""
+def test_requantising_fp8_by_rows_has_the_error_that_notes_state(form: str, grows: bool) -> None:
+    """Errors are relative root mean squares over a matrix of normal numbers with 2,048 inputs."""
     weight_OI = torch.randn(512, 2048, generator=torch.Generator().manual_seed(1))
     largest = weight_OI.view(4, 128, 16, 128).abs().amax((1, 3)).repeat_interleave(128, 0)
     scales = {
@@ -299,7 +300,9 @@ REFUSED: list[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("given", "says"), REFUSED)
-def test_refusal_of_a_quantisation_names_the_supported_ones(tmp_path: Path, given: object, says: str) -> None:
+def test_refuses_unknown_quantisation_and_names_supported_ones(
+    tmp_path: Path, given: object, says: str
+) -> None:
     make_tiny_model(tmp_path)
     configure(tmp_path, given)
     with pytest.raises(ModelError, match=rf"{says}.*: take the model in 16 bits, or in FP8 \(compressed"):

@@ -1,4 +1,4 @@
-"""Weights are read from disk as far as they are needed: shards, adapters, and files that do not fit."""
+"""Tests reading a stage's weights: only the shards it needs, adapters, and files that do not fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Raw = dict[str, torch.Tensor]
 
 
 def copy_of(tiny: Path, target: Path, change: dict[str, torch.Tensor | None] | None = None) -> Path:
-    """The tiny model with tensors added, replaced or (None) left out."""
+    """Copy the tiny model with tensors added, replaced or, if None, left out."""
     raw = load_file(tiny / "model.safetensors") | (change or {})
     save_file({name: x for name, x in raw.items() if x is not None}, target / "model.safetensors")
     (target / "config.json").write_bytes((tiny / "config.json").read_bytes())
@@ -50,7 +50,7 @@ def read(directory: Path, layers: range = range(LAYERS), tell: Tell = silent, **
     return read_stack(directory, stack_spec(directory, layers, **more), tell)
 
 
-def test_fused_matrices_stack_the_right_rows(tiny: Path) -> None:
+def test_fuses_matrices_in_the_right_row_order(tiny: Path) -> None:
     raw, weights = load_file(tiny / "model.safetensors"), read(tiny)
     parts = weights.attentions[2].qkv.weight_OI.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM])
     for name, part in zip("qkv", parts, strict=True):
@@ -59,8 +59,8 @@ def test_fused_matrices_stack_the_right_rows(tiny: Path) -> None:
         assert torch.equal(part, raw[f"model.layers.2.mlp.{name}_proj.weight"])
 
 
-def test_a_layer_range_reads_only_its_shards(tiny: Path, tmp_path: Path) -> None:
-    """Shards of the other layers may be missing from this machine's disk altogether."""
+def test_reads_only_the_shards_of_a_layer_range(tiny: Path, tmp_path: Path) -> None:
+    """Shards of other layers need not be on the machine's disk."""
     raw = load_file(tiny / "model.safetensors")
     weight_map = {}
     for name in raw:
@@ -86,7 +86,7 @@ def test_a_layer_range_reads_only_its_shards(tiny: Path, tmp_path: Path) -> None
 
 
 class Noting:
-    """Weights, and how often each was read."""
+    """A weight source that counts the reads of each tensor."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -101,7 +101,7 @@ class Noting:
 
 
 def halved(tiny: Path, cut: int, **more: Any) -> tuple[StackWeights, StackWeights]:
-    """The weights of two stages, cut between the halves of layer `cut`."""
+    """Read the weights of two stages. The first ends after the attention half of layer `cut`."""
     first = read(tiny, range(cut + 1), mlps=range(cut), head=False, **more)
     return first, read(tiny, range(cut + 1, LAYERS), mlps=range(cut, LAYERS), embedding=False, **more)
 
@@ -145,7 +145,7 @@ def test_each_stage_of_a_cut_layer_reads_only_its_half(
     ("unknown", "stages"),
     [("self_attn.q_proj.bias", [0]), ("mlp.up_proj.bias", [1]), ("pre_feedforward_layernorm.weight", [0, 1])],
 )
-def test_unknown_tensor_is_refused_by_the_stage_of_its_half_layer(
+def test_only_the_stage_of_a_half_layer_refuses_its_unknown_tensors(
     tiny: Path, tmp_path: Path, unknown: str, stages: list[int]
 ) -> None:
     copy_of(tiny, tmp_path, {f"model.layers.1.{unknown}": torch.zeros(HIDDEN)})
@@ -190,8 +190,9 @@ TIES: dict[str, Callable[[Raw], dict[str, torch.Tensor | None]]] = {
 
 
 @pytest.mark.parametrize("tie", TIES)
-def test_tables_are_tied_where_transformers_ties_them(tiny: Path, tmp_path: Path, tie: str) -> None:
-    """A head that differs from the embedding stays, whatever config.json says. Each stage finds its own."""
+def test_ties_embedding_and_head_like_transformers(tiny: Path, tmp_path: Path, tie: str) -> None:
+    """A head that differs from the embedding is kept, even if config.json ties them. First and last stage
+    read their own tensor."""
     tied_copy(tiny, tmp_path, TIES[tie](load_file(tiny / "model.safetensors")))
     check_weights(tmp_path, read_config(tmp_path))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -219,7 +220,7 @@ def test_tables_are_tied_where_transformers_ties_them(tiny: Path, tmp_path: Path
         ({"model.layers.4.input_layernorm.weight": torch.ones(HIDDEN)}, "a layer 4, but .* says 4 layers"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(
+def test_refuses_weights_that_do_not_fit_the_configuration(
     tiny: Path, tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -252,8 +253,8 @@ def lora_of(module: str, outputs: int, inputs: int, rank: int = 4) -> Raw:
     }
 
 
-def test_layers_are_quantised_after_the_adapter_is_merged(tiny: Path, tmp_path: Path) -> None:
-    """Every matrix of a layer, each output channel over its own largest weight; the head is left alone."""
+def test_quantises_layers_after_merging_the_adapter(tiny: Path, tmp_path: Path) -> None:
+    """Every matrix of a layer has one scale per output channel. The head is not quantised."""
     adapter = write_adapter(tmp_path, lora_of("layers.1.self_attn.k_proj", KV_HEADS * DIM, HIDDEN))
     merged, fp8 = read(tiny, adapter=adapter), read(tiny, adapter=adapter, quantisation="fp8")
     halves = [
@@ -281,7 +282,7 @@ def test_layers_are_quantised_after_the_adapter_is_merged(tiny: Path, tmp_path: 
     assert torch.equal(fp8.head.weight_OI, merged.head.weight_OI)
 
 
-def test_a_quantised_model_stays_near_the_plain_one(tiny: Path) -> None:
+def test_quantised_logits_stay_close_to_unquantised_ones(tiny: Path) -> None:
     logits = []
     ids_T = torch.randint(0, VOCAB, (40,))
     for kind in (None, "fp8"):
@@ -289,10 +290,10 @@ def test_a_quantised_model_stays_near_the_plain_one(tiny: Path) -> None:
         hidden_TC = stack.forward(stack.embed(ids_T), torch.arange(40), causal)
         logits.append(stack.logits(hidden_TC))
     errors_T = row_errors(logits[1], logits[0])
-    assert 0.02 < float(errors_T.mean()) < 0.25 and float(errors_T.max()) < 0.5  # another model's: 1.4
+    assert 0.02 < float(errors_T.mean()) < 0.25 and float(errors_T.max()) < 0.5  # of another model: 1.4
 
 
-def test_weights_are_not_quantised_on_a_cpu(tiny: Path) -> None:
+def test_refuses_quantisation_on_a_cpu(tiny: Path) -> None:
     with pytest.raises(ModelError, match=r"^model\.quantisation: fp8 needs a GPU, not cpu$"):
         load_model(ModelSpec(path=str(tiny), quantisation="fp8"), "cpu")
 
@@ -340,7 +341,7 @@ def test_adapter_adds_its_low_rank_product(tiny: Path, tmp_path: Path, rslora: b
         ({}, "layers.4.mlp.up_proj", "layers.4"),
     ],
 )
-def test_an_adapter_that_we_would_apply_wrongly_is_refused(
+def test_refuses_unsupported_adapters(
     tiny: Path, tmp_path: Path, config: dict[str, Any], module: str, message: str
 ) -> None:
     adapter = write_adapter(tmp_path, lora_of(module, INNER, HIDDEN), **config)

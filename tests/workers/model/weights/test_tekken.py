@@ -1,4 +1,4 @@
-"""Models with tekken.json alone: the ids of Mistral's own tokenizer, its chats, and no guess."""
+"""Tests models with only a tekken.json: token ids and chats equal those of Mistral's tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .test_gguf_tokenizer import code, prose, unicode
 NAMES = "<unk> <s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT]".split()
 SPECIAL = [{"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(NAMES)]
 BEFORE = 10
-"""Control tokens, of which the last ones have no name."""
+"""Number of control tokens before the vocabulary. The last ones have no name."""
 
 
 def content(**change: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def content(**change: Any) -> dict[str, Any]:
         for rank, token in enumerate(tokens)
     ]
     config = {"pattern": r" ?\p{L}+|.", "default_num_special_tokens": BEFORE, "version": "v7"}
-    config["default_vocab_size"] = BEFORE + len(tokens) - 1  # the file has more than are used
+    config["default_vocab_size"] = BEFORE + len(tokens) - 1  # one token of the file is not used
     return {"config": config, "vocab": vocab, "special_tokens": SPECIAL} | change
 
 
@@ -41,7 +41,7 @@ def write(directory: Path, **change: Any) -> Path:
     return directory
 
 
-def test_tekken_ids_follow_control_tokens_and_merge_by_lowest_rank(tmp_path: Path) -> None:
+def test_tekken_merges_by_lowest_rank_and_numbers_after_control_ids(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(tokenizer_json(write(tmp_path)))
     ab, abc, byte = BEFORE + 256, BEFORE + 257, BEFORE
     assert tokenizer.encode("abc abé").ids == [1, abc, byte + 32, ab, byte + 0xC3, byte + 0xA9]
@@ -50,7 +50,7 @@ def test_tekken_ids_follow_control_tokens_and_merge_by_lowest_rank(tmp_path: Pat
     assert tokenizer.id_to_token(BEFORE - 1) == "<SPECIAL_9>" and tokenizer.get_vocab_size() == BEFORE + 259
 
 
-def test_directory_with_only_tekken_json_tokenises_and_chats(tmp_path: Path) -> None:
+def test_tokenises_and_chats_with_only_tekken_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match=r"or tekken\.json"):

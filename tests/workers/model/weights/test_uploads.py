@@ -1,4 +1,4 @@
-"""Weights reach the GPU whole, through buffers that are not refilled too early; threads keep the order."""
+"""Tests that uploads to the GPU are complete, do not refill a buffer too early, and keep the order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltafront.workers.model.weights.uploads import Uploads, in_threads
 
 
 class Event:
-    """The event of a copy that ends when it is waited for."""
+    """Imitates a CUDA event of a copy. The copy is under way until `synchronize`."""
 
     def __init__(self) -> None:
         self.under_way = False
@@ -26,12 +26,12 @@ class Event:
 
 
 @pytest.mark.parametrize("numbers", [1, 31, 32, 33, 1000])
-def test_every_byte_arrives_through_small_buffers(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_every_byte_through_small_buffers(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "_BUFFER_BYTES", 64)
     monkeypatch.setattr(uploads, "_pinned", lambda: (torch.empty(64, dtype=torch.uint8), Event()))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
     copies = Uploads(torch.device("cuda"))
-    for _ in range(2):  # the second meets buffers that are still on their way
+    for _ in range(2):  # in the second round, copies of both buffers are still under way
         source = torch.randn(numbers, 3).to(torch.bfloat16)
         target = torch.full_like(source, float("nan"))
         copies.copy(source, target)
@@ -42,7 +42,7 @@ def test_every_byte_arrives_through_small_buffers(numbers: int, monkeypatch: pyt
     assert torch.equal(target, transposed)
 
 
-def test_other_dtypes_and_devices_are_copied_without_staging() -> None:
+def test_copies_other_dtypes_and_devices_without_staging_buffers() -> None:
     source = torch.randn(5, 7)
     for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
         target = torch.full((5, 7), float("nan"), dtype=dtype)
@@ -50,7 +50,7 @@ def test_other_dtypes_and_devices_are_copied_without_staging() -> None:
         assert torch.equal(target, source.to(dtype))
 
 
-def test_in_threads_keeps_the_order_and_bounds_work_ahead() -> None:
+def test_in_threads_keeps_the_order_and_limits_work_ahead() -> None:
     begun: list[int] = []
     may_end = threading.Event()
 
@@ -66,7 +66,7 @@ def test_in_threads_keeps_the_order_and_bounds_work_ahead() -> None:
     assert list(made) == [number * number for number in range(1, 9)]
 
 
-def test_in_threads_raises_what_a_thread_raised() -> None:
+def test_in_threads_raises_the_error_of_a_thread() -> None:
     def make(number: int) -> int:
         if number == 1:
             raise ValueError("layer 1 is missing")
