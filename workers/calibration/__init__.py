@@ -1,5 +1,5 @@
-"""Calibrates a model once, on texts with hidden facts (`probes`), and writes its profile.
+"""Calibrates a model once, on texts with hidden facts (`probes`), for the model's profile.
 
-For prefill, `method_levels` makes thresholds for each head. For decode, run `delta_layers`, then
-`delta_layer_search`. `tiles` shows the tiles that a method computes.
+For sparse prefill, `method_levels` finds thresholds for each head. For sparse decode, `delta_layers` and then
+`delta_layer_search` find the Δ-layers. `tiles` shows the attention tiles that a method computes.
 """

@@ -1,6 +1,4 @@
-"""Gives each head a quota of tiles for a given mean density, by marginal gain on the curves of
-`curves.py`.
-"""
+"""Allocates a mean density over heads, by marginal gain on each head's error curve (`curves.py`)."""
 
 import heapq
 from collections.abc import Sequence
@@ -8,14 +6,14 @@ from itertools import pairwise
 
 _ROUNDING = 1e-9
 Point = tuple[float, float, float]
-"""(density, error, quota)."""
+"""(density, error, quota): a head's density and output error at a quota."""
 
 
 def allocate(curves: Sequence[Sequence[Point]], density: float) -> list[float]:
-    """Return each head's quota so that the heads' mean density is at most `density`.
+    """Return each head's quota, with a mean density of at most `density` and a small sum of errors.
 
-    Steps along each curve's lower convex hull keep the sum of errors small. Raises ValueError if all heads'
-    cheapest points together exceed the density.
+    A greedy search takes the best step along any head's lower convex hull. Raises ValueError if even the
+    lowest density of every head exceeds `density`.
     """
     hulls = [lower_hull(points) for points in curves]
     left = density * len(hulls) - sum(hull[0][0] for hull in hulls)
@@ -43,7 +41,7 @@ def allocate(curves: Sequence[Sequence[Point]], density: float) -> list[float]:
 
 
 def lower_hull(points: Sequence[Point]) -> list[Point]:
-    """Return the corners of the points' lower convex hull, from the least density to the least error."""
+    """Return the corners of the points' lower convex hull, from the lowest density to the lowest error."""
     hull: list[Point] = []
     for point in sorted(points):
         if hull and point[1] >= hull[-1][1]:

@@ -1,8 +1,8 @@
-"""Measures the output error of sparse prefill in each head, by density: one point per quota.
+"""Measures each head's error curve: the output error of sparse prefill, by density, at several quotas.
 
-One dense pass samples query blocks and compares attention over the tiles that a quota keeps with attention
-over all tiles. It compares after the output projection, where heads and layers are comparable. Rows with
-facts are averaged separately: they are few, and answers depend on them alone.
+During one dense prefill, sampled query blocks compare attention over the tiles that a quota keeps with
+attention over all tiles. Errors are measured after the output projection, where heads and layers are
+comparable. Rows with facts are averaged separately, since they are few and the answers depend only on them.
 
 Shape suffixes also: I quotas, R rows of a query block; N, M query and key blocks.
 """
@@ -21,20 +21,20 @@ from deltafront.workers.calibration.probes import Document
 from deltafront.workers.model.decoder.stack import LayerStack
 
 QUOTAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
-"""Thresholds of the cumulative rule, outside sink and window."""
+"""Shares of the attention scores, outside sink and window, that the kept tiles must reach (top-p)."""
 
 SAMPLED_BLOCKS, FACT_BLOCKS = 24, 16
-"""The number of a text's query blocks that are compared, and of those that hold facts."""
+"""Number of query blocks of a text that are compared, and of query blocks with facts."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The curves of all heads in layers without windows, at `quotas`.
+    """The error curves of all heads in layers without sliding windows.
 
     Args:
-        density_LHI: Share of the causal tiles that is kept.
+        density_LHI: Share of causal tiles that each quota keeps.
         error_LHI: Relative mean squared error of the layer's attention output.
-        fact_error_LHI: The same over rows with facts; error_LHI for a text without facts.
+        fact_error_LHI: Like error_LHI, over rows with facts; error_LHI itself for a text without facts.
     """
 
     density_LHI: torch.Tensor
@@ -46,9 +46,7 @@ class Curves:
 def curves(
     stack: LayerStack, document: Document, selector: ScoredSelector, quotas: Sequence[float] = QUOTAS
 ) -> Curves:
-    """Measure a text's curves in one dense pass: float32, on the CPU. Layers with sliding windows have
-    none.
-    """
+    """Measure a text's error curves (float32, on the CPU) in one dense prefill."""
     layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     prose, facts = sampled_blocks(-(-len(document.ids) // BLOCK)), fact_blocks(document.facts)
 
@@ -74,7 +72,7 @@ def layer_curve(
     quotas: Sequence[float],
     blocks: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return density_HI and error_HI of one layer, over some query blocks, in float32."""
+    """Return density_HI and error_HI (float32) of one layer, over the given query blocks."""
     selected_IHNM = _selected(score_BHNM[:, :, blocks], blocks, rule, quotas)
     causal_N = torch.tensor(blocks, device=score_BHNM.device) + 1
     density_HI = (selected_IHNM.sum(3) / causal_N).mean(2).T
@@ -91,13 +89,13 @@ def layer_curve(
 
 
 def sampled_blocks(count: int) -> list[int]:
-    """Sample query blocks: the middle one of each part, where all parts have equally many causal tiles."""
+    """Sample SAMPLED_BLOCKS of `count` query blocks, evenly by their number of causal tiles."""
     parts = (torch.arange(SAMPLED_BLOCKS) + 0.5) / SAMPLED_BLOCKS
     return sorted(set((parts.sqrt() * count).long().tolist()))
 
 
 def fact_blocks(facts: Sequence[range]) -> list[int]:
-    """Choose at most FACT_BLOCKS of the query blocks in which a fact begins, evenly spaced."""
+    """Choose at most FACT_BLOCKS query blocks in which a fact begins, evenly spaced."""
     blocks = sorted({fact.start // BLOCK for fact in facts})
     count = min(FACT_BLOCKS, len(blocks))
     return [blocks[(2 * n + 1) * len(blocks) // (2 * count)] for n in range(count)]
@@ -106,8 +104,7 @@ def fact_blocks(facts: Sequence[range]) -> list[int]:
 def _selected(
     score_BHNM: torch.Tensor, blocks: Sequence[int], rule: Rule, quotas: Sequence[float]
 ) -> torch.Tensor:
-    """Return bool_IHNM: the tiles that `rule` keeps at each quota. Equal scores have ranks; quota 0 keeps
-    forced tiles."""
+    """Return bool_IHNM: the tiles that `rule` keeps at each quota. Quota 0 keeps only sink and window."""
     column_M = torch.arange(score_BHNM.shape[3], device=score_BHNM.device)
     block_N1 = torch.tensor(blocks, device=score_BHNM.device)[:, None]
     causal_NM = column_M <= block_N1

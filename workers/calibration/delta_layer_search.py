@@ -1,9 +1,9 @@
-"""Searches for the Δ-layers with which page selection changes answers least.
+"""Searches for the Δ-layers with which sparse decode changes answers least.
 
-Layers with equal losses (`delta_layers.py`) affect answers very differently, so those choices only start
-the search. Each document is prefilled densely once. Then the rows of the answer's decode steps run through
-the layers again, with the pages that a choice of Δ-layers selects. Their predictions are compared with
-dense ones.
+The search starts from the choices of `delta_layers.py`, because layers with equal losses there affect answers
+very differently. Each document is prefilled densely once. Then the answer's tokens (rows) run through the
+layers again, as decode steps would, with the pages that a choice of Δ-layers selects. Their predictions are
+compared with those of dense decode.
 
 Shape suffixes also: R rows, J = H / G.
 """
@@ -24,7 +24,7 @@ from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.model.decoder.stack import LayerStack
 
 ROWS = 96
-"""The most rows of a text that are read with each choice."""
+"""Maximum number of rows of a text that are computed for each choice."""
 
 Layers = tuple[int, ...]
 
@@ -56,11 +56,12 @@ class DecodedRows:
 
     @torch.inference_mode()
     def divergence(self, delta_layers: Layers, dense: Collection[int], budget: int, recency: int) -> float:
-        """Return the mean KL(dense | selected pages) of the rows' next-token distributions. The KV of earlier
-        tokens is dense.
+        """Return the mean KL divergence of the rows' next-token predictions, from dense to sparse decode.
+
+        The KV of earlier tokens comes from dense prefill.
 
         Args:
-            dense: Further layers after the first Δ-layer that use dense attention.
+            dense: Layers after the first Δ-layer that attend densely but select no pages.
             budget, recency: K and L of DELTA, in pages.
         """
         first = delta_layers[0]
@@ -88,7 +89,8 @@ class DecodedRows:
         v_RGD: torch.Tensor,
         selected_RS: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out_RHD and weights_GJRS over the text's keys, with each row's own KV in its place."""
+        """Return out_RHD and weights_GJRS over the text's keys. Each row's own K and V replace the text's at
+        its position."""
         k_GSD, v_GSD = self._kv[layer]
         rows, heads, dim = q_RHD.shape
         groups = k_GSD.shape[0]
@@ -113,10 +115,9 @@ class DecodedRows:
 def refine(
     stack: LayerStack, texts: Sequence[Document], calibration: Calibration, dense_layers: int, **options: Any
 ) -> Calibration:
-    """Replace the calibration's Δ-layers by those that `search` finds. The KV of all texts stays on the
-    device.
+    """Replace the calibration's Δ-layers by those that `search` finds.
 
-    `dense_layers` does not count layers with windows.
+    The KV of all texts stays on the device. `dense_layers` does not count layers with sliding windows.
     """
     read, windows = [DecodedRows(stack, text) for text in texts], stack.config.window_layers
     options["full_layers"] = {*options["full_layers"], *windows}  # layers with windows are never sparse
@@ -135,14 +136,14 @@ def search(
     full_layers: Collection[int],
     tell: Callable[[str], None] = lambda _what: None,
 ) -> tuple[Layers, float]:
-    """Search Δ-layers that leave `dense_layers` layers dense: those before the first Δ-layer, the Δ-layers,
-    and `full_layers` after it.
+    """Search the Δ-layers with the smallest mean divergence, if exactly `dense_layers` layers are dense.
 
-    `choose` gives a start for each first Δ-layer. From the best start, a greedy search moves one Δ-layer at a
-    time to the least divergence, until no move helps.
+    Dense are the layers before the first Δ-layer, the Δ-layers, and `full_layers` after the first. For each
+    possible first Δ-layer, `choose` gives a starting point. From the best one, a greedy search moves one
+    Δ-layer at a time until no move helps.
 
     Returns:
-        The Δ-layers, and the texts' mean divergence.
+        The Δ-layers, and their mean divergence over the texts.
     Raises:
         ValueError: No choice of Δ-layers leaves this number of layers dense.
     """

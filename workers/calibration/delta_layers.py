@@ -1,12 +1,12 @@
-"""Chooses Δ-layers: the layers whose page selection serves the layers after them best.
+"""Chooses Δ-layers: the layers whose selected pages fit the sparse layers after them best.
 
-A sparse layer attends to the pages that the Δ-layer before it selected, and loses the attention outside
-them. One dense pass gives the page scores of all layers, and so the loss of each layer under each possible
-selecting layer. Dynamic programming finds the least sum. If a text has answers, only their queries count:
-layers chosen on prose miss retrieved facts. So do DELTA's own layers on SmolLM2, which have the largest
-1 - cos between attention maps.
+A sparse layer attends only to the pages that the last Δ-layer selected, and loses the attention to other
+pages. One dense prefill gives the page scores of all layers. From these follows each layer's loss for each
+possible Δ-layer before it. Dynamic programming minimises the sum of losses. If a text has answers, only their
+queries count, because layers chosen on plain text miss facts to be retrieved. DELTA's own criterion, the
+largest 1 - cos between attention maps, misses them too (on SmolLM2).
 
-Shape suffixes also: L twice (selecting layer, reading layer), Q queries, J = H / G.
+Shape suffixes also: L twice (selecting layer, attending layer), Q queries, J = H / G.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,7 +21,7 @@ from deltafront.workers.calibration.probes import Document, with_answers
 from deltafront.workers.model.decoder.stack import LayerStack
 
 QUERIES = 64
-"""Queries of a text whose maps are compared."""
+"""Maximum number of queries of a text whose attention is compared."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Calibration:
     """The chosen Δ-layers.
 
     Attributes:
-        losses: [a][b]: the mean page score that layer b loses if layer a selects, compared with b's best
-            pages.
-        tokens: Tokens of each text.
-        divergence: Mean KL of answers decoded with these layers, if measured.
+        losses: losses[a][b] is the mean page score that layer b loses if layer a selects its pages, compared
+            with b's own best pages.
+        tokens: Number of tokens of each text.
+        divergence: Mean KL divergence of answers decoded with these layers; None: not measured.
     """
 
     delta_layers: tuple[int, ...]
@@ -50,10 +50,10 @@ def calibrate(
     recency: int = 8,
     full_layers: Collection[int] = (0, 1),
 ) -> Calibration:
-    """Choose `count` Δ-layers after one dense pass over each text with its questions and answers.
+    """Choose `count` Δ-layers. Prefills each text with its questions and answers once, densely.
 
     Args:
-        budget, recency: K and L of the selection, in pages. Use texts of at least four times the budget.
+        budget, recency: K and L of DELTA, in pages. Use texts of at least four times the budget.
 
     Raises:
         ValueError: A text is too short or too long, or arguments contradict one another.
@@ -79,9 +79,8 @@ def shortest_text(budget: int) -> int:
 
 
 def query_positions(tokens: int, answers: Sequence[int]) -> list[int]:
-    """Choose at most QUERIES positions, evenly spaced, in the answers; without answers, in the second half.
-    Raises ValueError.
-    """
+    """Choose at most QUERIES positions, evenly spaced over the answers, or over the second half of a text
+    without answers. Raises ValueError if the text is too short."""
     if not answers and tokens < 2 * QUERIES:
         raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * QUERIES}")
     among = answers or range(tokens // 2, tokens)
@@ -90,9 +89,7 @@ def query_positions(tokens: int, answers: Sequence[int]) -> list[int]:
 
 
 def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """Return each layer's DELTA token scores for the queries at `positions`: maps_LQS, float32, on the
-    CPU.
-    """
+    """Return each layer's DELTA token scores of the queries at `positions`: maps_LQS, float32, on the CPU."""
     maps: list[torch.Tensor] = []
     positions_Q = torch.tensor(positions, device=stack.device)
     future_QS = torch.arange(len(ids), device=stack.device) > positions_Q[:, None]
@@ -124,8 +121,8 @@ def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recenc
 def selected_pages(
     map_XQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int
 ) -> torch.Tensor:
-    """Return bool_XQP: the last `recency` pages up to the query's own and the best others, `budget` in all
-    (DELTA, Algorithm 2). X is any dimensions."""
+    """Return bool_XQP: the `budget` pages that each query selects (DELTA, Algorithm 2). These are the last
+    `recency` pages, up to the query's own, and the others with the best scores. X: any dimensions."""
     score_XQP = _page_scores(map_XQS)
     page_P = torch.arange(score_XQP.shape[-1], device=map_XQS.device)
     last_Q1 = positions_Q[:, None] // PAGE_TOKENS
@@ -143,11 +140,11 @@ def _page_scores(map_XQS: torch.Tensor) -> torch.Tensor:
 def choose(
     loss_LL: torch.Tensor, count: int, full_layers: Collection[int], first: int | None = None
 ) -> tuple[int, ...]:
-    """Choose the `count` layers with the least loss, if each selects pages for the sparse layers up to the
-    next one.
+    """Choose the `count` Δ-layers with the smallest sum of losses of the sparse layers after them.
 
-    Layers before the first are dense, so the first is `first`, or in the first quarter of the candidates. The
-    last layer is never chosen: no layer after it would use its selection.
+    Layers before the first Δ-layer are dense, so the first Δ-layer must be `first`, or lie in the first
+    quarter of the candidates. The last layer is never chosen, since no layer follows that could use its
+    selection.
     """
     layers = loss_LL.shape[0]
     candidates = [layer for layer in range(layers - 1) if layer not in full_layers]
@@ -155,7 +152,7 @@ def choose(
         raise ValueError(f"{count} Δ-layers cannot be chosen among {len(candidates)} layers")
     sparse_L = torch.tensor([layer not in full_layers for layer in range(layers)])
     until_LL = torch.cumsum((loss_LL * sparse_L).triu(1), dim=1).tolist()
-    # plans[layer]: the least loss of n layers of which `layer` is the first, and these layers.
+    # plans[layer]: the smallest loss with n Δ-layers of which `layer` is the first, and these Δ-layers.
     plans: dict[int, tuple[float, tuple[int, ...]]] = {
         layer: (until_LL[layer][-1], (layer,)) for layer in candidates
     }

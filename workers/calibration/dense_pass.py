@@ -1,4 +1,4 @@
-"""Prefills a text densely, in one chunk, and calls a hook with each layer's attention."""
+"""Prefills a text densely, in one chunk, and calls a hook with each layer's attention inputs."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from deltafront.kernels.methods import method_spec
 from deltafront.workers.model.decoder.stack import LayerStack
 
 AttentionHook = Callable[[int, AttentionInput], torch.Tensor | None]
-"""hook(layer, x) -> out_BHTD that replaces dense attention's, or None."""
+"""hook(layer, x) returns out_BHTD to replace the output of dense attention, or None."""
 
 
 def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
@@ -21,9 +21,8 @@ def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
 def read_densely(
     stack: LayerStack, hidden_TC: torch.Tensor, hook: AttentionHook, layers: range | None = None
 ) -> torch.Tensor:
-    """Run `layers` (None: all) on hidden_TC and return their output. Layers with sliding windows apply
-    them.
-    """
+    """Run `layers` (None: all) on hidden_TC with dense attention, and return their output. Sliding windows
+    apply."""
     dense = build(method_spec("dense"), windows=stack.config.windows)
 
     def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
@@ -36,7 +35,7 @@ def read_densely(
 
 
 def attended(method: Attention, x: AttentionInput, layer: int) -> torch.Tensor:
-    """Return the attention output out_BHTD of a prompt in one chunk."""
+    """Return the method's attention output, out_BHTD, for a prompt in one chunk."""
     out_BHTD, _coverage = method.attend(x, method.new_state(state_spec(x, layer)))
     return out_BHTD
 

@@ -1,6 +1,5 @@
-"""Makes a profile's levels: measures curves and costs of documents, then allocates quotas to mean
-densities.
-"""
+"""Makes a profile's levels: measures error curves and layer costs on documents, then chooses each head's
+quota for each mean density."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -23,14 +22,14 @@ from deltafront.workers.model.calibrated.profile import Level, MethodLevels, Pro
 from deltafront.workers.model.decoder.stack import LayerStack
 
 Allocation = Literal["marginal", "threshold"]
-"""By marginal gain, or as XAttention does (`thresholds.py`)."""
+"""`marginal`: by marginal gain (`allocation.py`). `threshold`: as XAttention does (`thresholds.py`)."""
 
 COSTED_AT = 0.5
-"""The quota at which layers' costs are measured: a mean density of about 8% at 128K."""
+"""The quota at which the layers' costs are measured. At 128K tokens its mean density is about 8%."""
 
 GROWTH = 0.4
-"""A level of density d, made for the longest documents, means d (longest / tokens)^GROWTH for others, because
-a row's tiles grow in number."""
+"""A level's density d holds for the longest documents. At `tokens` tokens it means the density
+d · (longest / tokens)^GROWTH, because a row has fewer tiles there."""
 
 Told = Callable[[str], None]
 
@@ -49,11 +48,11 @@ def method_levels(
     """Make levels of these densities for each document length.
 
     Args:
-        probes: Length in tokens → documents. Each is prefilled densely once per layer, and once more.
-        profile: An earlier profile. Its levels count in finding the longest length, which defines densities.
+        probes: The documents, by length in tokens. Each is prefilled once per layer, and once more.
+        profile: An earlier profile, whose lengths also count when the longest length is determined.
 
     Raises:
-        ValueError: The method ranks no tiles by a score, or the least possible density is above a density.
+        ValueError: The method does not rank tiles by a score, or cannot reach one of the densities.
     """
     require_thresholds(method)
     shaping = shaping_options(method)
@@ -82,7 +81,7 @@ def method_levels(
 
 
 def placed(thresholds: Sequence[tuple[float, ...]], stack: LayerStack) -> tuple[tuple[float, ...], ...]:
-    """Insert rows of ones, which are not used, for layers with windows."""
+    """Insert rows of ones for layers with sliding windows, which do not use thresholds."""
     config, rest = stack.config, iter(thresholds)
     unread = (1.0,) * config.q_heads
     return tuple(unread if layer in config.window_layers else next(rest) for layer in range(config.layers))
@@ -99,7 +98,7 @@ def require_thresholds(method: MethodSpec) -> None:
 
 
 def least_density(measured: Sequence[Curves], allocation: Allocation) -> float:
-    """Return the least possible mean density: that of sink and window, or of the smallest thresholds."""
+    """Return the lowest possible mean density, that of the lowest quota or threshold in every head."""
     density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
     if allocation == "threshold":
         least = least_adjusted(density_LHI.flatten(0, 1), measured[0].quotas)
@@ -114,8 +113,9 @@ def realised(
     method: MethodSpec,
     thresholds: Sequence[Sequence[float]],
 ) -> float:
-    """Return the density over documents prefilled with these thresholds, which is above the density on dense
-    activations. Layers with windows do not count.
+    """Return the mean density when documents are prefilled with these thresholds.
+
+    It is higher than the density measured during dense prefill. Layers with sliding windows do not count.
     """
     sparse = build(
         method_spec(method.name, {**method.values, "density": 1.0}), lambda layer, _: thresholds[layer]
@@ -149,10 +149,11 @@ def head_thresholds(
     allocation: Allocation = "marginal",
     answer_weight: float = ANSWER_WEIGHT,
 ) -> tuple[tuple[float, ...], ...]:
-    """Return each head's quota, for a mean density of at most `density` and the least change of predictions.
+    """Return each head's quota, for a mean density of at most `density` and the smallest change of
+    predictions.
 
-    A head's error is weighted by its layer's cost: over the document's tail for the text, over answers for
-    the facts.
+    A head's errors are weighted by the cost of its layer: its error on the text by the cost on the document's
+    tail, its error on facts by the cost on answers.
     """
     density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
     quotas = measured[0].quotas
@@ -160,7 +161,7 @@ def head_thresholds(
     def loss(errors: list[torch.Tensor], costs: list[torch.Tensor]) -> torch.Tensor:
         error_LHI = torch.stack(errors).mean(0)
         error_L = error_LHI[..., quotas.index(COSTED_AT)].sum(1)
-        # A layer in which that quota drops nothing costs nothing and has no error.
+        # If this quota drops no tile of a layer, the layer has neither cost nor error.
         weight_L = torch.stack(costs).mean(0) / torch.where(error_L > 0, error_L, 1.0)
         return error_LHI * weight_L[:, None, None]
 

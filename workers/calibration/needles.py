@@ -1,6 +1,5 @@
-"""Needle-in-a-haystack prompts in the format on which our 128K adapter was trained, after RULER's NIAH tasks
-(Hsieh et al. 2024).
-"""
+"""Needle-in-a-haystack prompts after RULER's NIAH tasks (Hsieh et al. 2024), in the format on which our 128K
+adapter was trained."""
 
 import random
 import re
@@ -30,7 +29,7 @@ _KINDS = ("uuid", "number", "word")
 
 @dataclass(frozen=True)
 class Needle:
-    """A fact to hide. `kind` is `uuid`, `number` or `word`."""
+    """A fact to hide in a text. `kind` is `uuid`, `number` or `word`."""
 
     key: str
     value: str
@@ -52,7 +51,8 @@ class Needle:
 
 
 def make_needles(count: int, seed: int) -> list[Needle]:
-    """Make needles of all kinds in turn, with distinct keys. Raises ValueError if there are too few words."""
+    """Make needles with distinct keys, alternating between kinds. Raises ValueError if there are too few
+    words."""
     rng = random.Random(seed)
     pairs = zip(*_words(count, rng), strict=True)
     return [
@@ -81,7 +81,7 @@ def _value(kind: str, rng: random.Random) -> str:
 
 
 def hide(text: str, needles: list[Needle], seed: int) -> str:
-    """Insert each needle after a sentence of the text, evenly spaced with seeded jitter."""
+    """Insert each needle after a sentence of the text. They are evenly spaced, with random jitter."""
     rng = random.Random(seed)
     ends = [match.end() for match in re.finditer(r"[.!?]\s", text)] or [len(text)]
     spacing = len(ends) / max(1, len(needles))

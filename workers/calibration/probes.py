@@ -1,8 +1,8 @@
-"""Makes documents with questions and answers, as token ids, without torch.
+"""Makes documents with questions and answers, as token ids. It imports no torch.
 
-The tasks are RULER's (Hsieh et al. 2024): needles, several values for a key, variable tracking.
-SmolLM2-135M does not list all values or variables, so any value is right, and each link of a chain is a
-question of its own.
+The tasks are RULER's (Hsieh et al. 2024): needles, several values per key, variable tracking. They are easier
+here, since SmolLM2-135M cannot list all values or variables: any value of a key is a right answer, and each
+link of a chain is a separate question.
 """
 
 import random
@@ -19,9 +19,9 @@ EncodeAll = Callable[[Sequence[str]], list[list[int]]]
 """Token ids of each text, without special tokens."""
 Item = TypeVar("Item")
 VALUES = 4
-"""Values of a key, and assignments of a chain."""
+"""Number of values of a key, and of links in a chain of assignments."""
 ANSWER_WEIGHT = 2.0
-"""Default weight of the divergence at answers' tokens, beside the tail's."""
+"""Default weight of the divergence on answers, relative to that on the document's tail."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """A document and its questions. `facts` are the positions of the answers, ascending; empty if unknown."""
+    """A document and its questions. `facts` are the positions of the facts, ascending; empty if unknown."""
 
     ids: list[int]
     questions: list[Question]
@@ -41,7 +41,7 @@ class Document:
 
 
 class Text:
-    """A text cut into sentences at white space, where no token spans a cut."""
+    """A tokenised text in sentences. It is cut at white space, so that no token spans a cut."""
 
     def __init__(self, text: str, encode_all: EncodeAll) -> None:
         cuts = [match.start() for match in re.finditer(r"(?<=[.!?])\s", text)]
@@ -50,9 +50,8 @@ class Text:
         self.encode_all = encode_all
 
     def take(self, rng: random.Random, tokens: int) -> list[list[int]]:
-        """Return `tokens` tokens of consecutive sentences from a random start. Raises ValueError if the text
-        is shorter.
-        """
+        """Return consecutive sentences with `tokens` tokens in all, from a random start. Raises ValueError if
+        the text is shorter."""
         left, last_start = tokens, len(self.sentences)
         while left > 0 and last_start > 0:
             last_start -= 1
@@ -75,7 +74,7 @@ def needles(rng: random.Random, tokens: int, count: int, text: Text) -> Document
 
 
 def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Make a document of as many needles as fit, one a line. Its questions ask for `count` of them."""
+    """Make a document that consists only of needles, one per line. Its questions ask for `count` needles."""
     every = hay.make_needles(min(10_000, tokens // 10), rng.getrandbits(32))
     rng.shuffle(every)
     ids: list[int] = []
@@ -90,7 +89,7 @@ def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Documen
 
 
 def values(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Make a document with keys that have several numbers each, hidden in text."""
+    """Make a text in which keys with several numbers each are hidden."""
     made = hay.make_needles(count, rng.getrandbits(32))
     keyed = [[(n.key, str(rng.randint(1_000_000, 9_999_999))) for _ in range(VALUES)] for n in made]
     hidden = [hay.Needle(key, number, "number") for key, number in _mixed(rng, keyed)]
@@ -99,7 +98,8 @@ def values(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
 
 
 def chains(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Make a document with chains of variable assignments. Its questions ask for each assignment."""
+    """Make a text in which chains of variable assignments are hidden. The questions ask for each
+    assignment."""
     names = set[str]()
     while len(names) < count * (VALUES + 1):
         names.add("".join(rng.choices(string.ascii_uppercase, k=5)))
@@ -114,9 +114,8 @@ def chains(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
 
 
 def with_answers(probe: Document) -> tuple[list[int], list[int]]:
-    """Return the token ids of document, questions and answers, and the positions whose logits predict answer
-    tokens.
-    """
+    """Return the token ids of document, questions and answers, and the positions whose logits predict the
+    answers' tokens."""
     pieces = [probe.ids, *([*question.prompt, *question.gold] for question in probe.questions)]
     ends = list(accumulate(map(len, pieces)))[1:]
     golds = [len(question.gold) for question in probe.questions]
@@ -129,9 +128,8 @@ def with_answers(probe: Document) -> tuple[list[int], list[int]]:
 def hidden_in(
     rng: random.Random, tokens: int, facts: Sequence[str], text: Text
 ) -> tuple[list[int], list[range]]:
-    """Insert the facts, in order, into `tokens` tokens of text, evenly spaced with jitter. Returns the ids
-    and the facts' positions.
-    """
+    """Insert facts into a text, evenly spaced with random jitter. Returns `tokens` token ids and the facts'
+    positions."""
     encoded = text.encode_all([f" {fact}" for fact in facts])
     room = tokens - sum(map(len, encoded))
     if room < 0:

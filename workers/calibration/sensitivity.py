@@ -1,7 +1,7 @@
-"""Measures how much each layer's error changes predictions: one layer is sparse at a time, the rest dense.
+"""Measures how much sparse attention in each layer changes predictions. One layer at a time is sparse.
 
-The result weights the errors of heads (`curves.py`): in SmolLM2-135M two of 30 layers cause more than half
-of the divergence.
+The results weight the heads' errors (`curves.py`), because layers differ much: in SmolLM2-135M, two of 30
+layers cause more than half of the divergence.
 
 Shape suffixes also: R rows.
 """
@@ -19,16 +19,17 @@ from deltafront.workers.calibration.probes import Document, with_answers
 from deltafront.workers.model.decoder.stack import LayerStack
 
 TAIL = 2048
-"""Last positions of a document whose predictions are compared."""
+"""Number of last positions of a document whose predictions are compared."""
 
 _ROWS = 256
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Mean KL(dense | one layer sparse) of next tokens, for each layer without a window (float64, CPU).
+    """The mean KL divergence of next-token predictions if one layer is sparse, for each layer without a
+    sliding window (float64, CPU).
 
-    `tail_L` is over the document's tail, `answer_L` over answers' tokens.
+    `tail_L` is the mean over the document's tail, `answer_L` over the answers' tokens.
     """
 
     tail_L: torch.Tensor
@@ -37,8 +38,8 @@ class LayerCosts:
 
 @torch.inference_mode()
 def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerCosts:
-    """Return the cost of sparse prefill of the document in each layer. Questions and answers after it are
-    prefilled densely."""
+    """Measure the cost of sparse prefill of the document in each layer. Questions and answers are prefilled
+    densely."""
     ids, answers = with_answers(probe)
     tokens = len(probe.ids)
 
@@ -67,10 +68,10 @@ def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerC
 
 
 def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tensor) -> torch.Tensor:
-    """Return the next tokens' kl_T (float64, CPU). It is computed in parts, because logits of all rows need
-    too much memory.
+    """Return the KL divergence of each row's next-token prediction: kl_T (float64, CPU).
 
-    Log-probabilities have 64 bits. In 32 bits their rounding alone is 1e-7, a thousandth of a layer's cost.
+    Rows are processed in parts, because the logits of all rows take too much memory. Log-probabilities are
+    float64, since rounding in float32 would be a thousandth of a layer's cost.
     """
     parts = []
     for dense_AC, method_AC in zip(torch.split(dense_TC, _ROWS), torch.split(method_TC, _ROWS), strict=True):

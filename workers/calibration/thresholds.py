@@ -1,10 +1,10 @@
-"""XAttention's search for each head's threshold (Xu et al. 2025, section 2.3), as a comparison for
+"""XAttention's search for each head's threshold (Xu et al. 2025, section 2.3), an alternative to
 `allocation.py`.
 
-The paper's table D[h][m] holds the best performance of m adjustments among h heads. Each adjustment lowers a
-threshold by a tenth. Here heads' losses stand for performance.
+The paper's table D[h][m] has the best performance of m adjustments in the first h heads. Each adjustment
+lowers one head's threshold by a tenth. Here the sum of the heads' losses takes the place of performance.
 
-Shape suffixes also: I measured quotas, J adjustments of one head, M of all.
+Shape suffixes also: I measured quotas, J adjustments of one head, M adjustments of all heads.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ START, FACTOR = 0.9, 0.9
 """The paper's first threshold and factor."""
 
 ADJUSTMENTS = 24
-"""The most adjustments of one head, down to a threshold of 0.07."""
+"""Maximum number of adjustments of one head, down to a threshold of 0.07."""
 
 
 def adjusted_quotas(
     density_HI: torch.Tensor, loss_HI: torch.Tensor, quotas: Sequence[float], density: float
 ) -> list[float]:
-    """Return each head's quota after the fewest adjustments that reach the mean density, with the least total
+    """Return each head's quota after the fewest adjustments that reach the mean density with minimum total
     loss.
 
-    Density and loss are interpolated linearly between measured quotas. Raises ValueError if even all
-    adjustments do not reach the density.
+    Density and loss are interpolated linearly between measured quotas. Raises ValueError if the density
+    cannot be reached.
     """
     quota_J = _thresholds()
     density_HJ, loss_HJ = (between(value, quotas, quota_J) for value in (density_HI, loss_HI))
@@ -45,7 +45,7 @@ def adjusted_quotas(
 
 
 def least_adjusted(density_HI: torch.Tensor, quotas: Sequence[float]) -> float:
-    """Return the heads' mean density with all adjustments made."""
+    """Return the heads' mean density after all possible adjustments."""
     return float(between(density_HI, quotas, _thresholds()[-1:]).mean())
 
 
@@ -57,9 +57,9 @@ def _table(density_HJ: torch.Tensor, loss_HJ: torch.Tensor) -> tuple[torch.Tenso
     """Fill the paper's table.
 
     Returns:
-        adjusted_HM: How often each head is adjusted if the heads up to it are adjusted M times and lose
-            least.
-        density_M: The sum over all heads then.
+        adjusted_HM: The number of adjustments of each head, if the heads up to this one have M adjustments in
+            all, with minimum loss.
+        density_M: The sum of all heads' densities after M adjustments.
     """
     heads, adjustments = density_HJ.shape[0], density_HJ.shape[1] - 1
     loss_M = torch.full((heads * adjustments + 1,), float("inf"), dtype=torch.float64)
@@ -82,7 +82,8 @@ def _later(value_M: torch.Tensor, places: int, first: float) -> torch.Tensor:
 
 
 def between(value_HI: torch.Tensor, quotas: Sequence[float], quota_J: torch.Tensor) -> torch.Tensor:
-    """Interpolate value_HJ (float64) between measured quotas, which must ascend."""
+    """Interpolate values at quota_J linearly between the measured quotas (ascending). Returns value_HJ,
+    float64."""
     quota_I = torch.tensor(quotas, dtype=torch.float64)
     after_J = torch.searchsorted(quota_I, quota_J).clamp(1, len(quotas) - 1)
     low_J, high_J = quota_I[after_J - 1], quota_I[after_J]

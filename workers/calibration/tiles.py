@@ -1,6 +1,6 @@
-"""Shows which attention tiles a method computes for a prompt, by layer and head.
+"""Records which attention tiles a method computes for a prompt, by layer and head.
 
-Dense rows of the Δ correction and Delta-KV's packed keys are left out.
+The Δ correction's dense rows and Delta-KV's packed keys are not recorded.
 
 Shape suffixes also: N query blocks, M key blocks.
 """
@@ -27,14 +27,14 @@ from deltafront.workers.settings import ModelSpec
 
 @dataclass(frozen=True)
 class TilesRead:
-    """The tiles that were computed. read_LHNM is bool, with nothing above the diagonal."""
+    """The computed tiles. read_LHNM is bool; entries above the diagonal are False."""
 
     read_LHNM: np.ndarray[Any, Any]
     tokens: int
 
     @property
     def density_LH(self) -> np.ndarray[Any, Any]:
-        """The share of causal tiles that was computed, by layer and head, float64."""
+        """The computed share of the causal tiles, by layer and head, float64."""
         blocks = self.read_LHNM.shape[-1]
         density_LH: np.ndarray[Any, Any] = self.read_LHNM.sum((-1, -2)) / (blocks * (blocks + 1) / 2)
         return density_LH
@@ -50,10 +50,10 @@ def tiles_read(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] = lambda _tokens: None,
 ) -> TilesRead:
-    """Prefill a prompt in chunks, as a stage does, and record its tiles.
+    """Prefill a prompt in chunks, as a pipeline stage does, and record the computed tiles.
 
     Args:
-        chunk_tokens: A multiple of 128.
+        chunk_tokens: Tokens of a chunk, a multiple of 128.
         progress: Called with the number of tokens prefilled so far.
 
     Raises:
@@ -87,7 +87,7 @@ def tiles_read(
         seen = k_LBGSD[layer, :, :, :end], v_LBGSD[layer, :, :, :end]
         x = AttentionInput.of(q_THD.transpose(0, 1)[None], *seen, q_start=start, prompt_tokens=tokens)
         out_BHTD, _coverage = method.attend(x, states[layer])
-        if recorder is not None and recorder.mask is not None:  # else all causal tiles are computed
+        if recorder is not None and recorder.mask is not None:  # else all causal tiles were computed
             rows = slice(x.first_block, x.first_block + x.query_blocks)
             read_LHNM[layer, :, rows] = _listed(recorder.mask, blocks)
             recorder.mask = None
@@ -102,7 +102,8 @@ def tiles_read(
 
 
 def _listed(mask: TileMask, blocks: int) -> torch.Tensor:
-    """Return bool_HNM. A list's undefined rest is read as block 0, which is in every list."""
+    """Return the mask as bool_HNM. Entries beyond a list's count become block 0, which every list
+    contains."""
     index_HNM, count_HN = mask.index_BHNM[0].long().cpu(), mask.count_BHN[0].cpu()
     listed_HNM = torch.arange(index_HNM.shape[-1]) < count_HN[..., None]
     read_HNM = torch.zeros(*count_HN.shape, blocks, dtype=torch.bool)

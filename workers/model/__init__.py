@@ -1,3 +1,2 @@
-"""A model: its `directory`, `weights`, `decoder` and `calibrated` profile. `directory` and `calibrated` do
-not import torch.
-"""
+"""Models: `directory` reads configurations and tokenizers, `weights` loads tensors, `decoder` runs layers,
+and `calibrated` reads profiles. `directory` and `calibrated` import no torch."""

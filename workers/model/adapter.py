@@ -1,6 +1,6 @@
-"""Reads a PEFT LoRA adapter's files, without torch, and refuses adapters that need unsupported features.
+"""Reads the files of a PEFT LoRA adapter, without torch. It refuses adapters that need unsupported features.
 
-Source: LoRA (Hu et al. 2021), section 4.1: W + B·A·alpha/r; rsLoRA (Kalajdzievski 2023): alpha/sqrt(r).
+Sources: LoRA (Hu et al. 2021), section 4.1: W + B·A·alpha/r; rsLoRA (Kalajdzievski 2023): alpha/sqrt(r).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _REFUSED = (
 )
 
 _KEEPS_THE_BASE = ("", "true", "false", "none", "gaussian", "eva", "orthogonal")
-"""Initialisations that leave the base weights alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract the
-adapter's start from them (peft 0.21, tuners/lora/layer.py)."""
+"""Initialisations of adapters for unchanged base weights. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract the
+adapter's initial value from the base weights (peft 0.21, tuners/lora/layer.py)."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class AdapterFiles:
     """An adapter's files.
 
     Attributes:
-        weights: The file with its tensors.
-        modules: The linear layers that it changes → the names of their tensors A and B.
+        weights: The file with the adapter's tensors.
+        modules: For each linear layer that the adapter changes, the names of the tensors A and B.
     """
 
     weights: Path
@@ -47,8 +47,8 @@ class AdapterFiles:
 
     @classmethod
     def read(cls, directory: str | Path, model: ModelConfig) -> AdapterFiles:
-        """Read the files. Raises ModelError if one is broken, needs an unsupported feature, or does not fit
-        the model."""
+        """Read an adapter's files. Raises ModelError if one is broken or does not fit the model, or if a
+        feature is not supported."""
         config = _read_config(Path(directory) / "adapter_config.json")
         path = Path(directory) / "adapter_model.safetensors"
         if not path.exists():

@@ -1,1 +1,1 @@
-"""A model's profile, made by `workers/calibration`. It does not import torch."""
+"""A model's profile: calibrated values that `workers/calibration` has made. It imports no torch."""

@@ -1,4 +1,4 @@
-"""Chooses a request's thresholds from a model's profile."""
+"""Chooses a request's attention thresholds from a model's profile."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from deltafront.workers.model.calibrated.profile import Level, Profile, shaping_
 
 
 def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | None:
-    """Return the thresholds that `kernels.build` takes for a method's `density`; None if it asks for none.
+    """Return the thresholds for the `density` in a method's options; None if the options have no density.
 
-    They come from the levels of the nearest prompt length, interpolated between densities.
+    They come from the levels with the nearest prompt length, interpolated between two densities.
 
     Raises:
-        MethodError: The density is outside the profile.
+        MethodError: The profile has no levels for this density.
     """
     asked = spec.values.get("density", 0.0)
     if not asked or not issubclass(registered(spec).form, ScoredOptions):
@@ -32,10 +32,10 @@ def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | No
 
 
 def lengths_of_thresholds(profile: Profile | None, spec: MethodSpec, tokens: int) -> tuple[int, ...]:
-    """Return the lengths of the levels that determine the thresholds of a prompt of `tokens` tokens. Prompts
-    with equal results get equal thresholds.
+    """Return the lengths of the levels from which a prompt of `tokens` tokens gets its thresholds; empty if
+    the method has no `density`.
 
-    Empty if the method has no `density`. Raises MethodError as `thresholds_for` does.
+    Prompts with equal results get equal thresholds. Raises MethodError as `thresholds_for` does.
     """
     if thresholds_for(profile, spec) is None or profile is None:
         return ()
@@ -61,7 +61,7 @@ def _around(profile: Profile | None, spec: MethodSpec, asked: float) -> tuple[li
 
 
 def nearest(levels: Sequence[Level], tokens: int) -> Level:
-    """Return the level whose length is nearest by ratio; on a tie, the shorter."""
+    """Return the level whose length is nearest to `tokens` by ratio; on a tie, the shorter one."""
     return min(levels, key=lambda level: (abs(math.log(level.tokens / tokens)), level.tokens))
 
 

@@ -1,8 +1,8 @@
 """A model's profile: a JSON file of calibrated values.
 
-`prefill` has thresholds by method and by the options that shape its scores. Each level of thresholds reaches
-a mean density at a prompt length. `decode` has the Δ-layers and the page budget. `figures` is for people
-only.
+`prefill` has levels of thresholds for each attention method and the options that change its scores. A level
+reaches one mean density at one prompt length. `decode` has the Δ-layers and the page budget. `figures` is
+only for human readers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from deltafront.workers.model.directory.store import config_of, located, profile
 from deltafront.workers.settings import Count, DecodeConfig, Layer, ModelSpec
 
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
-"""Options that levels replace, or that decide whether the method is used. Other options shape scores and
-forced tiles."""
+"""Options that do not change scores: those that a level replaces, and `min_tokens`. The others shape scores
+and forced tiles."""
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ProfileError(ModelError):
-    """Raised for a profile that cannot be used. The message names the key."""
+    """A profile cannot be used. The message names the key."""
 
 
 class _Section(BaseModel):
@@ -49,7 +49,7 @@ class ProfiledModel(_Section):
 
 
 class ProfiledText(_Section):
-    """A text used in calibration. `sha256` is the hash of its bytes; `tokens` counts the tokens used."""
+    """A text used in calibration. `sha256` hashes its bytes; `tokens` is the number of tokens used."""
 
     sha256: Sha256
     tokens: Count
@@ -60,11 +60,13 @@ class ProfiledText(_Section):
 
 
 class Level(_Section):
-    """Thresholds that reach a density, by [layer][query head]; `amounts` in the file.
+    """Thresholds that reach a mean density.
 
     Args:
-        density: The density that requests ask for: the mean share of causal tiles at the longest prompts.
-        density_at_length: The mean share at prompts of `tokens` tokens; `share` in the file.
+        density: The density that requests ask for: the mean share of causal tiles in the longest prompts.
+        tokens: The prompt length for which the thresholds were made.
+        density_at_length: The mean share of causal tiles at that length. The file calls it `share`.
+        thresholds: By [layer][query head]. The file calls them `amounts`.
     """
 
     density: Annotated[float, Field(gt=0, le=1)]
@@ -74,7 +76,7 @@ class Level(_Section):
 
 
 class MethodLevels(_Section):
-    """The levels of a method. `options` are its `shaping_options`."""
+    """The levels of one attention method with the given `shaping_options`."""
 
     method: str
     options: dict[str, Any]
@@ -82,7 +84,7 @@ class MethodLevels(_Section):
 
 
 class DecodePages(_Section):
-    """Values for the keys of the same names in the configuration's `decode`."""
+    """Calibrated values for the keys of the same names in the configuration's section `decode`."""
 
     full_layers: tuple[Layer, ...]
     delta_layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
@@ -109,7 +111,7 @@ class Profile(_Section):
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read a profile. Raises ProfileError, which names file and key."""
+        """Read a profile. Raises ProfileError, which names the file and the key."""
         try:
             return cls.model_validate_json(path.read_bytes(), strict=True)
         except OSError as error:
@@ -134,10 +136,10 @@ class Profile(_Section):
             raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
 
     def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:
-        """Return the profile with new levels. They replace levels of the same method, options, density and
+        """Return a profile with added levels. They replace levels of the same method, options, density and
         length.
 
-        `texts` are the texts that the new levels were calibrated on.
+        `texts` are the texts on which the new levels were calibrated.
         """
         families = {_key(levels): levels for levels in self.prefill}
         key = _key(made)
@@ -148,7 +150,7 @@ class Profile(_Section):
         return self.model_copy(update={"prefill": tuple(families.values()), "texts": (*self.texts, *new)})
 
     def check(self, config: ModelConfig, digest: str) -> None:
-        """Raise ProfileError unless the profile fits this model and the methods."""
+        """Raise ProfileError unless the profile fits this model and the known attention methods."""
         for problem in self._misfits(config, digest):
             raise ProfileError(problem)
 
@@ -178,9 +180,8 @@ class Profile(_Section):
 
 
 def load_profile(model: ModelSpec) -> Profile | None:
-    """Read and check the profile that the model's configuration names, if any. Raises ProfileError, which
-    names key and file.
-    """
+    """Read and check the profile at `model.profile`; None if that is None. Raises ProfileError, which names
+    the key and the file."""
     if model.profile is None:
         return None
     try:

@@ -1,1 +1,1 @@
-"""The layers of a model and the one loop over them. `load` makes the `LayerStack` of `stack`."""
+"""A model's decoder layers and the loop over them. `load` makes a `LayerStack` (in `stack`)."""

@@ -1,7 +1,7 @@
-"""Sums, maxima and gathers over the ranks of a decode worker. Each rank holds a part of every layer.
+"""Collective operations over the tensor-parallel ranks of a decode worker.
 
-NCCL's calls only queue work on the device, so a CUDA graph can hold them. Every rank makes the same calls in
-the same order.
+All ranks make the same calls in the same order. NCCL only queues work on the device, so that CUDA graphs can
+capture the calls.
 """
 
 from typing import Any
@@ -14,16 +14,17 @@ from deltafront.kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotRed
 
 
 class Collectives:
-    """The collectives of a single rank, which has all of every layer."""
+    """The collectives of a worker with a single rank: they return their inputs."""
 
     rank, ranks = 0, 1
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `x` over ranks. `x` is contiguous and may be overwritten."""
+        """Return the sum of `x` over ranks. `x` must be contiguous, and may be overwritten."""
         return x
 
     def max(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the maximum of `x` over ranks, elementwise. `x` is contiguous and may be overwritten."""
+        """Return the elementwise maximum of `x` over ranks. `x` must be contiguous, and may be
+        overwritten."""
         return x
 
     def add_norm(
@@ -34,11 +35,11 @@ class Collectives:
         eps: float,
         fp8: bool,
     ) -> tuple[torch.Tensor, LinearInput]:
-        """Run `norm.add_norm` with the sum of update_TC over ranks. update_TC is contiguous."""
+        """Sum update_TC over ranks, then run `norm.add_norm`. update_TC must be contiguous."""
         return add_norm(hidden_TC, update_TC, weight_C, eps, fp8)
 
     def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
-        """Concatenate the ranks' columns, in the order of ranks."""
+        """Concatenate the columns of all ranks, in the order of ranks."""
         return x_TO
 
 
@@ -46,9 +47,9 @@ SINGLE_RANK = Collectives()
 
 
 class GroupCollectives(Collectives):
-    """Collectives over a process group, NCCL or gloo, once it is connected.
+    """Collectives over a process group (NCCL or gloo). Call `connect` first.
 
-    `one_shots` take small tensors on GPUs.
+    `one_shots` reduce small tensors on GPUs.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:

@@ -15,7 +15,7 @@ from deltafront.workers.progress import Tell, silent
 from deltafront.workers.settings import ModelSpec
 
 _YIELD = 5
-"""Added niceness: a third of an ordinary thread's processor time."""
+"""Niceness added to a compute thread, which then gets a third of an ordinary thread's CPU time."""
 _LOWEST = 19
 
 
@@ -34,10 +34,10 @@ def load_model(
     collectives: Collectives = SINGLE_RANK,
     tell: Tell = silent,
 ) -> LayerStack:
-    """Load a stage's share of a model's layers, or a rank's part of all layers.
+    """Load a pipeline stage's share of a model's layers, or a tensor-parallel rank's part of all layers.
 
     Raises:
-        ModelError: The model cannot be loaded, or not split or quantised like this.
+        ModelError: The model cannot be loaded, or cannot be split or quantised in this way.
         ValueError: The dtype is unknown.
     """
     _check_quantisation(model, torch.device(device))
@@ -80,9 +80,8 @@ def torch_dtype(model: ModelSpec) -> torch.dtype:
 
 
 def set_up_compute_thread(threads: int, device: str) -> None:
-    """Set this thread's number of torch threads and its GPU. On a CPU, lower its priority, so that the
-    event loop does not wait for a chunk.
-    """
+    """Set this thread's number of torch threads and its GPU. On a CPU, lower its priority, so that
+    computation does not delay the event loop."""
     torch.set_num_threads(threads)
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)

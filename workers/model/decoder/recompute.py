@@ -1,6 +1,7 @@
-"""Recomputes blocks of a sparsely prefilled document densely, because a question attends to them.
+"""Recomputes the KV of some blocks of a sparsely prefilled document densely: those that a question attends
+to.
 
-Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4), which replaces KV by that of dense
+Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4), and replacing KV by that of dense
 prefill (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
 
 Shape suffixes also: M blocks of BLOCK keys, J = H / G, X = J x T, P rows of B recomputed blocks.
@@ -22,15 +23,15 @@ from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
 
 QUESTION_ROWS = 64
 KEYS_AT_ONCE = 1 << 17
-"""Keys that are scored at once, to bound memory."""
+"""Maximum number of keys that are scored at once, to bound memory."""
 
 
 class BlockAttention:
-    """Finds the blocks that a question's last rows attend to most.
+    """Finds the blocks that a question's last tokens attend to most.
 
-    A layer gives a block the largest share of attention that any row gives it, over all heads on all ranks. A
-    block's mass is the mean over all layers without a window. With the maximum over layers, heads of single
-    layers that attend by position alone would choose most blocks.
+    In each layer, a block's mass is the largest share of attention that any query gives it in any head on any
+    rank. Blocks are ranked by the mean of this mass over all layers without a sliding window. The maximum
+    over layers would be dominated by single heads that attend only by position.
     """
 
     def __init__(self, tokens: int, collectives: Collectives = SINGLE_RANK) -> None:
@@ -39,18 +40,19 @@ class BlockAttention:
         self._masses_M: list[torch.Tensor] = []
 
     def add(self, q_THD: torch.Tensor, k_GSD: torch.Tensor) -> None:
-        """Add a layer's attention. q_THD is rotated; only the first `tokens` keys count."""
+        """Add a layer's attention. q_THD must be rotated. Only the first `tokens` keys count."""
         self._masses_M.append(attention_by_block(q_THD[-QUESTION_ROWS:], k_GSD[:, : self._tokens]))
 
     def mass(self) -> torch.Tensor:
-        """Return mass_LM (float32) of all ranks, a row for each layer that was added. Collective."""
+        """Return mass_LM (float32) over all ranks, with a row for each added layer. All ranks must call
+        this."""
         return self._collectives.max(torch.stack(self._masses_M))
 
     def most_attended(self, count: int) -> list[int]:
-        """Return at most `count` complete blocks, ascending. Collective.
+        """Return at most `count` complete blocks, ascending. All ranks must call this.
 
-        Block 0 is never among them, because its prefill was dense anyway. The last block ranks last, since
-        local heads give it most of their mass.
+        Block 0 is never chosen, because sparse prefill computes it densely. The last block ranks last, since
+        local heads give it most of their attention.
         """
         complete = self._tokens // BLOCK
         if not self._masses_M or complete < 2:
@@ -62,9 +64,8 @@ class BlockAttention:
 
 
 def attention_by_block(q_THD: torch.Tensor, k_GSD: torch.Tensor) -> torch.Tensor:
-    """Return mass_M (float32): the largest share of attention that any row and head gives each block. No
-    causal mask is applied.
-    """
+    """Return mass_M (float32): the largest share of attention that any query gives each block in any head. No
+    causal mask is applied."""
     groups, _, dim = k_GSD.shape
     q_TGJD = (q_THD * dim**-0.5).reshape(len(q_THD), groups, -1, dim)
     q_GXD = q_TGJD.transpose(0, 1).flatten(1, 2)
@@ -98,9 +99,9 @@ def recompute(
     Args:
         ids_P: The blocks' token ids.
         blocks: Complete blocks, ascending.
-        kv_rows: Returns the rows to which a layer's new K and V are written.
-        context: Called after the rows are written. It returns k_GSD and v_GSD of all tokens before the last
-            block, followed by the blocks' new K and V.
+        kv_rows: Returns where to write a layer's new K and V.
+        context: Returns k_GSD and v_GSD of all tokens before the last block, followed by the blocks' new K
+            and V, which are then already written.
     """
     config, device = stack.config, stack.device
     mask, dense = _tiles_before(blocks, config.q_heads, device), BlockSparseBackend()
@@ -121,8 +122,8 @@ def recompute(
 def _attend_to_windows(
     q_PHD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, blocks: Sequence[int], window: int
 ) -> torch.Tensor:
-    """Attend block by block, to the block's window and its new keys, which are placed after the last block's
-    start."""
+    """Attend block by block: each to its sliding window and its own new keys, which come after the start of
+    the last block."""
     parts, backend, last = [], DenseBackend(window=window), blocks[-1]
     for n, (block, q_THD) in enumerate(zip(blocks, torch.split(q_PHD, BLOCK), strict=True)):
         before, own = (
@@ -136,8 +137,8 @@ def _attend_to_windows(
 
 
 def _tiles_before(blocks: Sequence[int], heads: int, device: torch.device) -> TileMask:
-    """Let the n-th block attend to all blocks before it, and to its new keys, placed n blocks after the last
-    block's start."""
+    """Return the mask with which the n-th block attends to all blocks before it and to its own new keys.
+    These are n blocks after the start of the last block."""
     last = blocks[-1]
     index_BM = torch.arange(last + len(blocks), dtype=torch.int16).repeat(len(blocks), 1)
     for n, block in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""Rotary position embedding with its scalings. Shape suffixes also: F = D / 2 frequencies."""
+"""Rotary position embedding (RoPE) and its scaling. Shape suffixes also: F = D / 2 frequencies."""
 
 import math
 from types import SimpleNamespace
@@ -11,11 +11,11 @@ from deltafront.workers.model.directory.rope_config import RopeConfig
 
 
 class Rope:
-    """Computes rotary angles. Channel f rotates with channel f + D/2; weights are reordered for that at load.
+    """Computes rotary angles. Channel f is rotated with channel f + D/2; loading reorders weights for this.
 
     Args:
-        rotary_dim: Channels that are rotated; None: all.
-        scale: Factor of attention scores, such as YaRN's: cos and sin are multiplied by its square root.
+        rotary_dim: Number of channels that are rotated; None: all.
+        scale: A factor of attention scores, such as YaRN's. Cos and sin are multiplied by its square root.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Rope:
         return angle_T1F.cos() * self._magnitude, angle_T1F.sin() * self._magnitude
 
     def query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
-        """Return factors that multiply rotated queries, float32 [T, 1, 1]; None if the model has none.
+        """Return factors of the rotated queries, float32 [T, 1, 1]; None if the model has none.
 
-        They grow with each multiple of the trained length (Llama 4's temperature, used by Ministral 3).
+        They grow with each multiple of the trained length (Llama 4's temperature, which Ministral 3 uses).
         """
         if not self._beta:
             return None
@@ -54,14 +54,15 @@ class Rope:
         return (1.0 + self._beta * lengths_T.log1p())[:, None, None]
 
     def unrotated(self, angles: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin that rotate nothing, shaped like `angles`, for layers without RoPE."""
+        """Return cos and sin of zero angles in the shape of `angles`, for layers without RoPE."""
         cos_T1F, sin_T1F = angles
         return torch.full_like(cos_T1F, self._still_magnitude), torch.zeros_like(sin_T1F)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return inverse frequencies in radians per token, float32 [F], and YaRN's or LongRoPE's factor of cos
-    and sin (otherwise 1). transformers computes the scaled ones.
+    """Return inverse frequencies in radians per token, float32 [F], and the factor of cos and sin.
+
+    The factor is YaRN's or LongRoPE's, otherwise 1. transformers computes scaled frequencies.
     """
     if config.kind not in ("default", "factors"):
         return _scaled(config, head_dim)
@@ -74,7 +75,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor
 
 
 def _scaled(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # half a second
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes half a second
 
     shape = SimpleNamespace(
         head_dim=head_dim,

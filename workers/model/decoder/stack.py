@@ -1,7 +1,8 @@
-"""The decoder, for any contiguous part of its layers.
+"""The decoder: runs any contiguous part of a model's layers.
 
-The caller supplies attention (`LayerAttention`), since it knows where the KV cache is. So one loop serves
-prefill, decode and calibration. Each step between GEMMs is one kernel, and nothing waits for the device.
+The caller supplies attention (`LayerAttention`), because it knows where the KV cache is. Prefill, decode and
+calibration share one loop over layers. Each step between GEMMs is one kernel, and nothing waits for the
+device.
 
 Shape suffixes also: X = H + 2 G.
 """
@@ -30,22 +31,22 @@ from deltafront.workers.model.weights.stack_weights import (
 )
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, for callers without a KV cache. q and k are rotated."""
+"""attend(layer, q_THD, k_TGD, v_TGD) returns out_THD, for callers without a KV cache. q and k are rotated."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerAttention(Protocol):
-    """Computes the attention of a layer, by its number in the model."""
+    """Computes the attention of a layer. `layer` is the layer's index in the model."""
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Return the cache rows for the layer's new K and V. Called before any launch of the layer."""
+        """Return where to write the layer's new K and V. Called before the layer's first kernel launch."""
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
-        """Compute attention of rotated queries, whose K and V have been written to `kv_rows`.
+        """Compute the attention of rotated queries. Their K and V have been written to `kv_rows`.
 
         Returns:
-            out_THD of the last rows, as many as later layers need; None if they need none.
+            out_THD of those last rows that later layers need; None if they need none.
         """
 
 
@@ -57,7 +58,10 @@ class AttentionCalls:
 
 @dataclass
 class Residual:
-    """The residual stream, and the update that the next norm adds to it. The update is the sum over ranks."""
+    """The residual stream, and the update that the next norm adds to it.
+
+    With several ranks, each rank holds a part of the update. The next norm sums these parts.
+    """
 
     hidden_TC: torch.Tensor
     update_TC: torch.Tensor | None = None
@@ -77,7 +81,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer. The weights of a half (attention or MLP) that another stack computes are None."""
+    """A decoder layer. If another stack computes its attention or its MLP, those weights are None."""
 
     number: int
     config: ModelConfig
@@ -86,7 +90,7 @@ class DecoderLayer:
     collectives: Collectives = SINGLE_RANK
 
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
-        """Compute q, k and v. Return rotated q_THD, and write K and V into `kv`."""
+        """Compute q, k and v from the normed residual. Returns rotated q_THD, and writes K and V to `kv`."""
         weights, config = self._attention, self.config
         qkv_TO = weights.qkv(norm_of(residual, weights.input_norm_C, config.rms_eps, weights.qkv.quantised))
         if config.qk_norm_all_heads and weights.qk_norm_JD is not None:
@@ -121,8 +125,8 @@ class DecoderLayer:
             self._update(residual, weights.down(active), weights.output_norm_C)
 
     def _update(self, residual: Residual, update_TC: torch.Tensor, weight_C: torch.Tensor | None) -> None:
-        """Store a half's update. If weight_C is given, norm the update first, which needs its sum over
-        ranks."""
+        """Store the update of attention or MLP. If weight_C is given, first sum the update over ranks and
+        norm it."""
         if weight_C is None:
             residual.update_TC = update_TC
             return
@@ -145,7 +149,7 @@ class DecoderLayer:
 def _norm_all_heads(
     qkv_TO: torch.Tensor, weight_O: torch.Tensor, config: ModelConfig, collectives: Collectives
 ) -> None:
-    """Norm q and k in place, each over all its heads, including those on other ranks."""
+    """Norm q and k in place, each over all of its heads, including those on other ranks."""
     widths = [heads * config.head_dim for heads in (config.q_heads, config.kv_heads)]
     parts = torch.split(qkv_TO[:, : sum(widths)], widths, dim=1), torch.split(weight_O, widths)
     if collectives.ranks > 1:
@@ -163,8 +167,8 @@ def _norm_all_heads(
 
 
 def norm_of(residual: Residual, weight_C: torch.Tensor | None, eps: float, quantised: bool) -> LinearInput:
-    """Add the update to the residual and return the residual's norm, quantised if asked for. Without weights,
-    return the residual."""
+    """Add the update to the residual, and return the normed residual, quantised if `quantised`. If weight_C
+    is None, return the residual itself."""
     if weight_C is None:
         residual.hidden_TC, residual.update_TC = residual.total(), None
         return residual.hidden_TC
@@ -178,9 +182,9 @@ def norm_of(residual: Residual, weight_C: torch.Tensor | None, eps: float, quant
 class LayerStack:
     """Consecutive layers of a model, with the embedding on the first stage and the output head on the last.
 
-    It may begin with the MLP of the layer before `layers`, and lack its own last MLP. With several ranks it
-    has a part of every layer: `config` counts this rank's heads and MLP columns. Hidden states and logits are
-    complete on every rank.
+    A stage may begin with the MLP of the layer before `layers`, and end without the MLP of its last layer.
+    With several tensor-parallel ranks, the stack has a part of every layer, and `config` has this rank's
+    numbers of heads and MLP columns. Every rank has complete hidden states and logits.
     """
 
     def __init__(
@@ -232,9 +236,7 @@ class LayerStack:
         return self._weights.attentions[0].qkv.quantised
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return hidden_TC of token ids. The ids must be below the vocabulary size: CUDA cannot report an
-        error.
-        """
+        """Return hidden_TC of token ids. The caller must check that they are below the vocabulary's size."""
         if self._weights.embedding_VC is None:
             raise ModelError("this stack has no embedding: only the first stage embeds tokens")
         hidden_TC = F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
@@ -244,7 +246,7 @@ class LayerStack:
     def forward(
         self, hidden_TC: torch.Tensor, positions_T: torch.Tensor, attend: Attend, layers: range | None = None
     ) -> torch.Tensor:
-        """Run layers without a KV cache: `attend` gets each layer's rotated q, k and v."""
+        """Run layers without a KV cache. `attend` gets each layer's rotated q, k and v."""
         shape = len(hidden_TC), self.config.kv_heads, self.config.head_dim
         rows_T = torch.arange(len(hidden_TC), device=self.device)
         fresh: dict[int, KVRows] = {}
@@ -269,12 +271,12 @@ class LayerStack:
         layers: range | None = None,
         phase: Phase = no_phase,
     ) -> torch.Tensor:
-        """Run layers.
+        """Run layers on hidden states.
 
         Args:
             positions_T: Each row's absolute position, in any order.
-            layers: Some of the stack's layers; None: all.
-            phase: Times all work here as "projection". `attention` times itself.
+            layers: The layers to run; None: all of the stack.
+            phase: Times all work outside attention as "projection". `attention` times itself.
 
         Returns:
             hidden_TC of the rows that later layers or logits need.
@@ -284,7 +286,7 @@ class LayerStack:
             residual, angles_of = Residual(hidden_TC, None, self.collectives), self._angles(positions_T)
             grown_T11 = self._rope.query_scale(positions_T.to(self.device))
             if layers.start == self.layers.start and self._layers[0].attention is None:
-                self._layers[0].mlp(residual)  # the stack before computed its attention
+                self._layers[0].mlp(residual)  # the previous stage has computed this layer's attention
         for layer in map(self.layer, layers):
             kv = attention.kv_rows(layer.number)
             with phase("projection"):

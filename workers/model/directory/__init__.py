@@ -1,2 +1,2 @@
-"""Reads and checks a model's directory, without torch, because doors read it, too. Start at `store` and
-`model_config`."""
+"""Reads and checks a model's directory. It imports no torch, because API servers use it, too. Start at
+`store` and `model_config`."""

@@ -1,6 +1,6 @@
-"""A model's chat template, in the Jinja dialect of transformers.
+"""Chat templates, in the Jinja dialect of transformers.
 
-Run as a program, this module parses a template and renders samples, for `check_template`.
+`check_template` runs this module as a program, which parses a template and renders samples.
 """
 
 import json
@@ -20,14 +20,14 @@ import jinja2.parser
 import jinja2.sandbox
 
 OURS = ("messages", "add_generation_prompt")
-"""Variables that callers cannot set."""
+"""Template variables that callers cannot set."""
 
 _FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-"""Errors of templates with messages that their authors did not foresee."""
+"""Exceptions that a template may raise for messages that its author did not expect."""
 
 
 _CPU_S, _MEMORY = 5, 2 << 30
-"""The limits of `check_template`. Templates take milliseconds."""
+"""CPU seconds and bytes of memory that `check_template` allows. Ordinary templates take milliseconds."""
 _LIMITS = {resource.RLIMIT_CPU: _CPU_S, resource.RLIMIT_AS: _MEMORY, resource.RLIMIT_CORE: 0}
 _SAMPLES = (
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
@@ -36,7 +36,7 @@ _SAMPLES = (
 
 
 class ChatTemplate:
-    """A parsed template. Raises jinja2.TemplateSyntaxError if it is broken."""
+    """A parsed chat template. Raises jinja2.TemplateSyntaxError if the source is broken."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -48,9 +48,9 @@ class ChatTemplate:
         """Render a conversation into a prompt. Raises jinja2.TemplateError if the template refuses it.
 
         Args:
-            answer: Whether to end the prompt with the opening of the assistant's answer
+            answer: Whether the prompt ends with the beginning of the assistant's answer
                 (add_generation_prompt).
-            variables: Further variables, such as `bos_token`.
+            variables: Further template variables, such as `bos_token`.
         """
         try:
             return self._template.render(
@@ -63,7 +63,8 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Accepts `{% generation %}…{% endgeneration %}`, which marks text to train on. Serving ignores it."""
+    """Accepts the tags `{% generation %}…{% endgeneration %}`. They mark training text and have no effect
+    here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -98,11 +99,10 @@ def _environment() -> jinja2.Environment:
 
 
 def check_template(source: str, variables: Mapping[str, Any]) -> str | None:
-    """Return the reason to refuse a template: it nests too deeply, or takes too much time or memory. None if
-    it can be used.
+    """Return the reason why a template cannot be used; None if it can.
 
-    The template runs in another process, since jinja bounds neither time nor memory. A template may refuse
-    the samples.
+    A template must not nest too deeply or take too much time or memory. It runs in another process, since
+    jinja limits neither time nor memory. It may refuse the sample messages.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     asked = json.dumps({"source": source, "variables": dict(variables)})

@@ -1,4 +1,4 @@
-"""Reads config.json into a `ModelConfig`. `families` describes how families differ."""
+"""Reads config.json into a `ModelConfig`. `families` describes the differences between model families."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ from deltafront.workers.model.families.family import OPTIONAL, Family
 from deltafront.workers.model.family_registry import FAMILIES, family_of, unserved_features
 
 OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
-"""Keys of config.json that a deployment may override."""
+"""Keys of config.json that the service's configuration may override."""
 
 _MISTRAL_7B = "LlamaForCausalLM", 32, 4096, 14_336, 8
 _MISTRAL_WINDOW = 4096
-"""Architecture, layers, widths and key/value heads of Mistral 7B v0.1's GGUF files, and its own window."""
+"""Architecture, layers, widths and KV heads of Mistral 7B v0.1's GGUF files, and the model's sliding
+window."""
 
 _MULTIPLIERS = ("_multiplier", "_scaling")
 
 
 def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Read config.json, and the end tokens from all files that name some.
+    """Read config.json, and the end-of-sequence tokens from all files that name some.
 
     Args:
-        overrides: Values for keys of OVERRIDES.
+        overrides: Values for the keys in OVERRIDES.
 
     Raises:
-        ModelError: A file or key is missing, or our decoder would compute something else.
+        ModelError: A file or key is missing, or the model has a feature that our decoder lacks.
     """
     path = Path(directory) / "config.json"
     with broken(path):
@@ -62,7 +63,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
 
 
 def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig:
-    """Read a language model's config.json, without end tokens."""
+    """Parse a language model's config.json, without end-of-sequence tokens."""
     extra = dict(overrides)
     for key in extra:
         if key not in OVERRIDES:
@@ -118,9 +119,9 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
 
 
 def lost_window_note(config: ModelConfig) -> str | None:
-    """Return a warning if this is Mistral 7B v0.1, or a model trained from it, without its sliding window.
+    """Return a warning if this is Mistral 7B v0.1, or a fine-tuned version, without its sliding window.
 
-    llama.cpp's converter writes it as a Llama, which has no window. No other model has this shape and RoPE
+    llama.cpp converts this model to a Llama, which has no window. It is recognised by its shape and RoPE
     base.
     """
     shape = (config.architecture, config.layers, config.hidden, config.intermediate, config.kv_heads)
@@ -135,7 +136,7 @@ def lost_window_note(config: ModelConfig) -> str | None:
 
 
 def served_family(raw: Mapping[str, Any]) -> Family:
-    """Return the family of a language model's config.json. Raises ModelError if it is not served."""
+    """Return the model family of a config.json. Raises ModelError if the family is not supported."""
     named = raw.get("architectures") or [raw.get("model_type")]
     if not isinstance(named, list):
         raise ModelError(f"config.json: architectures = {named!r} is not a list")
@@ -174,10 +175,11 @@ def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
 
 
 def _multipliers(raw: Mapping[str, Any], head_dim: int) -> dict[str, float]:
-    """Read factors of embeddings, scores and logits.
+    """Read the factors of embeddings, attention scores and logits.
 
-    A factor of every residual update is the same as a residual that begins larger by its inverse, because
-    RMSNorms divide by its size. Only their epsilon must grow with it.
+    `residual_multiplier` scales every update of the residual. Dividing the embeddings by it instead has the
+    same effect, because RMSNorms divide by the residual's size. Their epsilon must then be divided by its
+    square.
     """
     given = {key: 1.0 if raw.get(key) is None else raw[key] for key in OPTIONAL if key.endswith(_MULTIPLIERS)}
     of = {key: positive_number("config.json", key, value) for key, value in given.items()}
@@ -203,7 +205,7 @@ def _refuse_uneven_heads(config: ModelConfig) -> None:
 
 
 def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
-    """Refuse attention by chunks, unless one chunk covers all positions, which is plain attention."""
+    """Refuse dual chunk attention, unless one chunk covers all positions, which is ordinary attention."""
     chunks = raw.get("dual_chunk_attention_config")
     if not chunks:
         return

@@ -1,9 +1,9 @@
-"""A model's digests, which identify what the model computes.
+"""Digests that identify a model and its adapter.
 
-`model_digest` covers the decoder's shape with overrides, and name, type, shape and first bytes of each
-tensor, including an adapter's. Profiles contain it. `content_digest` covers every byte of the weights. Files
-of cached KV contain it, since KV of another model would make wrong answers. `mark_complete` compares the
-files with the digests that came with them.
+`model_digest` covers the decoder's configuration with overrides, and the name, dtype, shape and first bytes
+of each tensor. Profiles contain it. `content_digest` covers every byte of the weights. Files of cached KV
+contain it, since KV of another model would make wrong answers. `mark_complete` checks downloaded files
+against their published digests.
 """
 
 import contextlib
@@ -35,29 +35,30 @@ from deltafront.workers.model.directory.store import (
 from deltafront.workers.settings import ModelSpec
 
 SAMPLE_BYTES = 4096
-"""Bytes of each tensor that are hashed. Training and merging change a whole matrix, so its first rows show
-it."""
+"""Number of first bytes of each tensor that are hashed. Training and merging change whole matrices, so that
+the first bytes differ, too."""
 
 _LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias", "norms", "fused_qkv", "fused_gate_up")
-"""Fields that change no result, or that tensors show."""
+"""Fields of ModelConfig that change no result, or that follow from the tensors."""
 _LEFT_OUT_AT_DEFAULT = """qk_norm_all_heads activation rotary_dim interleaved_rope unrotated_layers
     embedding_scale logit_scale attention_scale mixture window_layers window_rope norm_offset""".split()
-"""A new field of ModelConfig belongs here or above. Otherwise it would change every model's digest, and no
-profile would fit any more."""
+"""Fields that are hashed only if they differ from their default. Add every new field of ModelConfig to one of
+these two lists. Otherwise all models' digests change, and no existing profile fits any more."""
 
 COMPLETE = ".complete"
-"""The mark of a directory that `mark_complete` has compared. Pods wait for it."""
+"""Name of the file that `mark_complete` writes into a checked directory. Pods wait for it."""
 _SUMS, _HUB_NOTES = "SHA256SUMS", ".cache/huggingface/download"
 _COMPARED = ("*.json", "*.jinja", "*.safetensors", "*.gguf", "tokenizer.model")
-"""Files that must have a digest to be compared with."""
+"""Patterns of the files that must have a published digest."""
 
 _ADAPTER_SCALE = ("lora_alpha", "use_rslora")
 
 _PIECE_BYTES = 1 << 28
-"""Bytes of a file that one thread reads."""
+"""Number of bytes of a file that one thread hashes at a time."""
 _THREADS = 8
 _SETTLED_S = 2.0
-"""How old a file must be for its times to tell of a change, on file systems with coarse clocks."""
+"""Minimum age of a file in seconds for its digest to be cached. A later change of a younger file might not
+change its modification time, on file systems with coarse clocks."""
 
 Tensor = tuple[str, str, list[int], bytes]
 """Name, dtype, shape and first bytes."""
@@ -76,9 +77,9 @@ def model_digest(model: ModelSpec) -> str:
 
 
 def checked_model(model: ModelSpec) -> ModelSpec:
-    """Return the model with its directory on this node as path, and compare its `model_digest`.
+    """Return the spec with the model's local directory as path, after a check of `model_digest`.
 
-    The comparison finds another model or revision. `mark_complete` finds damaged files.
+    The check detects another model or revision. `mark_complete` detects damaged files.
 
     Raises:
         ModelError: There is no such model, or its digest is not `model.digest`.
@@ -93,13 +94,14 @@ def checked_model(model: ModelSpec) -> ModelSpec:
 
 
 def content_digest(model: ModelSpec, cache: Path | None = None) -> str:
-    """Return a digest of every byte of weights and adapter, with `model_digest`. Raises ModelError.
+    """Return a digest of `model_digest` and every byte of weights and adapter. Raises ModelError.
 
-    Eight threads read each file once: the 140 GB of a 70B model take half a minute from a disk of 5 GB/s, and
-    are then in the page cache for loading. Later calls only compare the file's size, times and inode.
+    The first call reads all files, with eight threads: the 140 GB of a 70B model take half a minute from a
+    disk of 5 GB/s. Later calls only compare each file's size, times and inode.
 
     Args:
-        cache: Directory for files' digests; by default deltafront/digests in XDG_CACHE_HOME, or in ~/.cache.
+        cache: Directory where files' digests are cached; None: deltafront/digests in XDG_CACHE_HOME or
+            ~/.cache.
     """
     model = located(model)
     files = _weight_files(Path(model.path))
@@ -125,8 +127,8 @@ def _cache() -> Path:
 
 
 def _file_digest(path: Path, cache: Path) -> str:
-    """Return a file's digest from the cache, or compute it while other processes wait. A cache that cannot be
-    written is not used."""
+    """Return a file's digest from the cache, or compute it while other processes wait. The cache is not used
+    if it cannot be written."""
     kept = cache / hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     with contextlib.ExitStack() as stack:
         try:
@@ -156,7 +158,7 @@ def _identity(path: Path) -> list[str]:
 
 
 def _hashed(path: Path) -> str:
-    """Hash a file in pieces, for several threads, and the pieces' digests."""
+    """Hash a file: several threads hash pieces, and the result is a hash of the pieces' digests."""
     starts = range(0, path.stat().st_size, _PIECE_BYTES)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         pieces = list(threads.map(lambda start: _hashed_piece(path, start), starts))
@@ -218,16 +220,16 @@ def _gguf(path: Path) -> Iterator[Tensor]:
 
 
 def mark_complete(directory: Path) -> int:
-    """Compare a model's files with their digests, and write the file that pods wait for.
+    """Check a model's files against their published digests, then write the file COMPLETE.
 
-    The digests come from SHA256SUMS beside the files, or else from the metadata of huggingface_hub's
-    downloads.
+    The digests come from SHA256SUMS in the directory, or else from the metadata that huggingface_hub writes
+    with its downloads.
 
     Returns:
-        The number of files compared.
+        The number of checked files.
 
     Raises:
-        ModelError: A file differs, is missing or has no digest. The mark is then not written.
+        ModelError: A file differs, is missing or has no digest. COMPLETE is then not written.
     """
     mark = directory / COMPLETE
     mark.unlink(missing_ok=True)
@@ -248,7 +250,7 @@ def _given_digests(directory: Path) -> dict[str, str]:
         if (sums := directory / _SUMS).is_file():
             lines = (line.split(maxsplit=1) for line in sums.read_text().splitlines() if line.strip())
             digests = {name.strip().lstrip("*"): digest for digest, name in lines}
-            digests.pop(_SUMS, None)  # `sha256sum *` lists an older list, too
+            digests.pop(_SUMS, None)  # `sha256sum *` includes an older SHA256SUMS
             return digests
         notes = (directory / _HUB_NOTES).glob("*.metadata")
         return {note.name.removesuffix(".metadata"): note.read_text().split()[1] for note in notes}
@@ -261,7 +263,8 @@ def _sums_advice(directory: Path) -> str:
 
 
 def _differs(path: Path, expected: str) -> str:
-    """Compare a file with a sha256, or with the sha1 that git and the hub give small files. Empty: equal."""
+    """Compare a file with its sha256, or with its git blob sha1 (the hub uses these for small files). Returns
+    the problem; empty if equal."""
     if not path.is_file():
         return f"{path} is missing"
     with path.open("rb") as file:

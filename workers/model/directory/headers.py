@@ -1,6 +1,6 @@
-"""Checks weights against a configuration by the headers of their files, in milliseconds.
+"""Checks weights against a configuration by the headers of their files, which takes milliseconds.
 
-It reads no tensors but biases that must be 0.
+It reads no tensors except biases that must be 0.
 """
 
 import math
@@ -35,17 +35,18 @@ from deltafront.workers.model.directory.text_part import own_names
 
 _SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _packed .absmax".split())
 _DERIVED = ".rotary_emb.inv_freq"
-"""A tensor of old checkpoints, which is not needed."""
+"""Name of a tensor in old checkpoints that is not needed."""
 _LONGEST_HEADER = 100_000_000
-"""Bytes of the longest header that the safetensors library reads."""
+"""Maximum bytes of a header that the safetensors library reads."""
 _MOST_VALUES = 1 << 23
-"""The most metadata values of a GGUF file. Each is read separately. A large vocabulary has two million."""
+"""Maximum number of metadata values in a GGUF file, since each is read separately. A large vocabulary has two
+million."""
 _OF_ANOTHER = "take weights and config.json of one model"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, at bytes begin .. end - 1."""
+    """The location of a tensor in a file: bytes begin .. end - 1."""
 
     path: Path
     dtype: str
@@ -55,7 +56,7 @@ class Stored:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file by name. Raises ModelError.
+    """Return the locations of a safetensors file's tensors, by name. Raises ModelError.
 
     The file begins with the length of its JSON header (uint64). Offsets count from the header's end.
     """
@@ -76,7 +77,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     if size != end:
         raise ModelError(f"{path} has {size} bytes of {end}: download it again")
     try:
-        with safe_open(path, "numpy"):  # it compares offsets with shapes
+        with safe_open(path, "numpy"):  # checks that offsets fit shapes
             pass
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
@@ -84,7 +85,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 class _BoundedReader(GGUFReader):  # type: ignore[misc]  # the library has no types
-    """Reads a file's metadata, which may lie about lengths and counts."""
+    """A `GGUFReader` that raises ValueError if a length or count in the metadata exceeds the file."""
 
     _values = 0
 
@@ -99,7 +100,7 @@ class _BoundedReader(GGUFReader):  # type: ignore[misc]  # the library has no ty
 
 
 def open_gguf(path: Path) -> Any:
-    """Open a file with `gguf.GGUFReader`. Raises ModelError."""
+    """Open a GGUF file. Raises ModelError."""
     try:
         check_file(path)
         return _BoundedReader(path)
@@ -119,10 +120,10 @@ def _tensors(
 
 
 def check_weights(directory: Path, config: ModelConfig) -> None:
-    """Check the decoder's tensors in safetensors files. GGUF weights are checked when they are read.
+    """Check that safetensors files have exactly the decoder's tensors. GGUF weights are checked at load.
 
-    Each tensor must be complete, have its shape, and have 16 bits or be quantised with all its parts. No
-    tensor may be left over. Raises ModelError.
+    Each tensor must be complete and have the right shape. It must be unquantised, or quantised with all its
+    parts. Raises ModelError.
     """
     stored = _stored(directory)
     if stored is None:
@@ -136,7 +137,7 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
     form, expected = quantised_form(directory), config.shapes()
     if form is not None:
         stored = _as_meant(stored, {HEAD: expected[EMBEDDING]} | expected, form)
-    if config.tied_embeddings and HEAD in stored:  # loading compares the two
+    if config.tied_embeddings and HEAD in stored:  # loading checks that both are equal
         table = expected[EMBEDDING] if EMBEDDING in stored else expected.pop(EMBEDDING)
         expected[HEAD] = table
     for problem in _problems(stored, expected, config, form):
@@ -144,7 +145,7 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
 
 
 def _check_counts(directory: Path, stored: Mapping[str, Stored], config: ModelConfig) -> None:
-    """Refuse more layers and experts than there are tensors, before each is looked at. Raises ModelError."""
+    """Raise ModelError if config.json names more layers and experts than there are tensors."""
     mixture = config.mixture
     experts = 0 if mixture is None else mixture.experts * (config.layers - len(mixture.dense_layers))
     if config.layers + experts > len(stored):
@@ -156,9 +157,9 @@ def _check_counts(directory: Path, stored: Mapping[str, Stored], config: ModelCo
 
 
 def quantisation_notes(directory: Path, held_in: str) -> Iterator[str]:
-    """Yield a line for each conversion of quantised weights. Raises ModelError.
+    """Yield a message for each conversion of quantised weights. Raises ModelError.
 
-    `held_in` is the format in which stages hold them.
+    `held_in` is the format in which stages keep the weights.
     """
     form = quantised_form(directory)
     if form is None:
@@ -208,7 +209,7 @@ def _problems(
     config: ModelConfig,
     form: Quantised | None,
 ) -> Iterator[str]:
-    """Yield what is wrong, the likeliest cause first."""
+    """Yield messages about missing, superfluous and misshapen tensors, the likeliest cause first."""
     yield from _quantised(stored, form)
     missing = [name for name in expected if name not in stored]
     if missing and (prefix := _prefix(stored)) is not None:
@@ -227,7 +228,7 @@ def _problems(
 def _as_meant(
     stored: Mapping[str, Stored], expected: Mapping[str, Shape], form: Quantised
 ) -> dict[str, Stored]:
-    """Replace the parts of each quantised matrix by the matrix. Raises ModelError."""
+    """Replace the parts of each quantised matrix (such as scales) by one entry. Raises ModelError."""
     meant = {name: tensor for name, tensor in stored.items() if not is_ignored(name)}
     stems = form.matrices(meant) | {
         name.removesuffix("weight") for name, one in meant.items() if one.dtype not in FLOATS

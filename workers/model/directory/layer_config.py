@@ -1,4 +1,4 @@
-"""Reads from config.json which layers have experts, sliding windows or no RoPE."""
+"""Reads from config.json which layers have experts, which have sliding windows, and which have no RoPE."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _GATED = "shared_expert_intermediate_size"
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
-    """An MLP of `experts` small MLPs, of which a router chooses `per_token` for each token.
+    """A mixture of experts: a router chooses `per_token` of `experts` small MLPs for each token.
 
-    The fields not listed here are those of `kernels.experts.routing.Router`.
+    `kernels.experts.routing.Router` explains the fields that are not listed here.
 
     Args:
-        sigmoid: The router's probabilities are sigmoids, with a bias for the choice; otherwise a softmax.
-        biased_softmax: They are a softmax with such a bias.
+        sigmoid: Whether the router's scores are sigmoids, with a bias for the choice; otherwise a softmax.
+        biased_softmax: Whether the scores are a softmax with a bias for the choice.
         shared_width: Width of the shared expert, an MLP for all tokens; 0: none.
-        shared_gate: The shared expert's output is multiplied by the sigmoid of one more linear layer.
-        dense_layers: Layers with an ordinary MLP, `dense_width` wide.
+        shared_gate: Whether the shared expert's output is multiplied by the sigmoid of another linear layer.
+        dense_layers: Layers with an ordinary MLP of width `dense_width`.
     """
 
     experts: int
@@ -55,20 +55,18 @@ class MixtureConfig:
 
     @property
     def bias_shape(self) -> dict[str, tuple[int, ...]]:
-        """The shape of the choice's bias in a checkpoint, by name. ERNIE stores a matrix of one row."""
+        """The name and shape of the choice's bias in a checkpoint. ERNIE stores a matrix with one row."""
         shape = (1, self.experts) if self.biased_softmax else (self.experts,)
         return {CHOICE_BIAS: shape} if self.has_bias else {}
 
     def of_rank(self, ranks: int) -> MixtureConfig:
-        """Return the configuration of one of `ranks` ranks."""
+        """Return the configuration of each rank, if there are `ranks` tensor-parallel ranks."""
         shared, dense = self.shared_width // ranks, self.dense_width // ranks
         return replace(self, shared_width=shared, dense_width=dense)
 
 
 def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
-    """Read the mixture of experts; None if the family has none. Raises ModelError for contradictory
-    values.
-    """
+    """Read the mixture of experts; None if the model has none. Raises ModelError for contradictory values."""
     if not raw.get("num_experts"):
         return None
     experts = few(raw, "num_experts", positive_int(raw, "num_experts"))
@@ -119,14 +117,14 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 def read_windows(
     raw: Mapping[str, Any], family: Family, layers: int, positions: int
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Return the sliding window in tokens, the row's own included, and the layers that have it; None and ()
-    if there is none.
+    """Return the sliding window in tokens (including the query's own), and the layers that have it; None and
+    () if there is none.
 
     Raises:
-        ModelError: In transformers, this family has no such windows.
+        ModelError: The model has a window, but its family in transformers has none.
     """
     window, implied = raw.get("sliding_window"), family.implied
-    is_read = "use_sliding_window" in implied or "sliding_window" not in implied  # others' windows stay
+    is_read = "use_sliding_window" in implied or "sliding_window" not in implied  # others ignore the key
     if not window or (is_read and not raw.get("use_sliding_window", True)):
         return None, ()
     if positive_int(raw, "sliding_window") >= positions:
@@ -157,7 +155,7 @@ def _kinds(raw: Mapping[str, Any], family: Family, layers: int) -> list[str]:
 
 
 def unrotated_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the layers without RoPE: those with a 0 in a list, or every n-th layer."""
+    """Return the layers without RoPE: those with a 0 in `no_rope_layers`, or every n-th layer."""
     named, every = raw.get("no_rope_layers"), raw.get("no_rope_layer_interval")
     if named is None:
         return () if every is None else tuple(n for n in range(layers) if (n + 1) % every == 0)

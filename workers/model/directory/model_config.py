@@ -1,4 +1,4 @@
-"""A decoder's sizes and features, and what follows from them: shapes, numbers and shares of layers."""
+"""A decoder's sizes and features, and values that follow from them: tensors' shapes, and stages' layers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from deltafront.workers.model.layer_shares import LayerShare, balanced
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 SHARED, SHARED_GATE = "mlp.shared_experts", "mlp.shared_gate"
-"""A layer's shared expert and its gate."""
+"""Names of a layer's shared expert and of its gate."""
 
 Shape = tuple[int, ...]
 
 _SPLIT_TOKENS = 512
-"""Tokens for each row of the output head."""
+"""`split` assumes that the output head runs once per this many tokens."""
 _SPLIT_KEYS = 5_700
-"""Keys that count for a query: half of 131,072, times the 0.087 of dense attention's time that `dpxa`
-takes."""
+"""`split` assumes that a query attends to this many keys: half of 131,072, times 0.087, the share of dense
+attention's time that `dpxa` takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +32,21 @@ class ModelConfig:
 
     Args:
         intermediate: Width of an MLP, or of each expert.
-        positions: The maximum context length: tokens of a prompt with its answer.
-        sliding_window: Tokens that a row of `window_layers` sees, its own included; None: no windows.
+        positions: The maximum context length, in tokens of prompt and answer.
+        sliding_window: Number of tokens that a query in `window_layers` attends to, including its own; None:
+            no layer has a window.
         norms: Whether layers norm the inputs of attention and MLP, their outputs, or both.
-        qk_norm_all_heads: QK norm is over all heads together, not per head.
-        fused_qkv, fused_gate_up: Checkpoints store these as one tensor.
-        activation: SiLU or GELU with a gate, or ReLU² without one.
-        rotary_dim: Number of a head's first channels that are rotated; None: all.
-        interleaved_rope: Channel 2 f rotates with channel 2 f + 1.
+        qk_norm_all_heads: Whether QK norm is over all heads together, not per head.
+        fused_qkv, fused_gate_up: Whether checkpoints store these matrices as one tensor.
+        activation: SiLU or GELU with a gate, or ReLU² without a gate.
+        rotary_dim: Number of first channels of a head that are rotated; None: all.
+        interleaved_rope: Whether channel 2 f is rotated with channel 2 f + 1.
         unrotated_layers: Layers whose q and k are not rotated.
         embedding_scale, logit_scale: Factors of embeddings and logits.
-        attention_scale: Factor of attention scores, besides head_dim ** -0.5.
-        mixture: The layers' experts, except in its `dense_layers`; None: no MLP has experts.
-        window_rope: The RoPE of `window_layers`, if it differs.
-        norm_offset: Added to the weights of all norms.
+        attention_scale: Factor of attention scores, in addition to head_dim ** -0.5.
+        mixture: The experts of all layers except its `dense_layers`; None: no layer has experts.
+        window_rope: The RoPE of `window_layers`, if it differs from `rope`.
+        norm_offset: A number to add to the weights of all norms.
     """
 
     architecture: str
@@ -83,11 +84,12 @@ class ModelConfig:
     norm_offset: float = 0.0
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
-        """Split the layers over stages so that the slowest stage is as fast as possible. A cut may be within
-        a layer.
+        """Split the layers over pipeline stages so that the slowest stage is as fast as possible. A cut may
+        be inside a layer.
 
-        Costs are multiply-adds per token of a long prompt. The last layer needs no output, and the last stage
-        runs the output head once per 512 tokens. Raises ModelError if there are more stages than layers.
+        Costs are multiply-adds per token of a long prompt. The last layer counts only with its QKV
+        projection, and the output head runs once per 512 tokens. Raises ModelError if there are more stages
+        than layers.
         """
         most = self.layers
         if not 1 <= stages <= most:
@@ -100,7 +102,7 @@ class ModelConfig:
         return balanced(tuple(costs), stages)
 
     def of_rank(self, ranks: int) -> ModelConfig:
-        """Return the configuration of one of `ranks` tensor-parallel ranks.
+        """Return the configuration of each rank, if there are `ranks` tensor-parallel ranks.
 
         Raises ModelError unless KV heads and MLP columns divide evenly over ranks.
         """
@@ -119,20 +121,19 @@ class ModelConfig:
         )
 
     def of_layer(self, layer: int) -> ModelConfig:
-        """Return the configuration of a model whose layers are all like this one."""
+        """Return a configuration in which all layers are like this one."""
         if self.mixture is None or layer not in self.mixture.dense_layers:
             return self
         return replace(self, mixture=None, intermediate=self.mixture.dense_width)
 
     def kinds(self, layers: range) -> list[tuple[ModelConfig, int]]:
-        """Return each kind of layer among these (a configuration from `of_layer`) and its number of
-        layers.
-        """
+        """Return each kind of layer (a configuration from `of_layer`) among `layers`, with its number of
+        layers."""
         dense = [n for n in self.mixture.dense_layers if n in layers] if self.mixture else []
         return [(self, len(layers) - len(dense)), *((self.of_layer(n), len(dense)) for n in dense[:1])]
 
     def matrix_widths(self, ranks: int = 1) -> tuple[int, ...]:
-        """Return the input widths of a rank's matrices. Raises ModelError like `of_rank`."""
+        """Return the input widths of a rank's weight matrices. Raises ModelError as `of_rank` does."""
         part = self.of_rank(ranks)
         return self.hidden, *part.mlp_widths, part.q_heads * self.head_dim
 
@@ -192,10 +193,10 @@ class ModelConfig:
         """Count the parameters of the attention of `layers` and of the MLPs of `mlps` (None: the same
         layers).
 
-        `embedding` adds the embedding, `head` the output head with its norm. A tied table counts once.
+        `embedding` adds the embedding, `head` the output head with its norm. A tied embedding counts once.
         """
         attention = _numbers(self._halves()[0])
-        if self.qk_norm and not self.qk_norm_all_heads:  # its scales are loaded once for each head
+        if self.qk_norm and not self.qk_norm_all_heads:  # loading repeats the norm's weights for each head
             attention += (self.q_heads + self.kv_heads - 2) * self.head_dim
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
         kinds = self.kinds(layers if mlps is None else mlps)
@@ -222,14 +223,15 @@ class ModelConfig:
 
     @property
     def gate_up_modules(self) -> dict[str, int]:
-        """The linear layers before the activation → their output width as a multiple of the MLP's width."""
+        """The linear layers before the activation, with their output width as a multiple of the MLP's
+        width."""
         if self.fused_gate_up:
             return {"gate_up_proj": 2}
         return dict.fromkeys(("gate_proj", "up_proj") if self.is_gated else ("up_proj",), 1)
 
     @property
     def mlp_modules(self) -> dict[str, int]:
-        """A layer's MLP modules → their widths."""
+        """The MLP modules of a layer (experts, shared expert), with their widths."""
         if (mixture := self.mixture) is None:
             return {"mlp": self.intermediate}
         shared = {SHARED: mixture.shared_width} if mixture.shared_width else {}
@@ -260,13 +262,12 @@ class ModelConfig:
         return {f"{name}.weight": (self.hidden,) for name in names}
 
     def kv_values(self, layers: int) -> int:
-        """Count the elements of one token's K and V."""
+        """Count the elements of one token's K and V in `layers` layers."""
         return 2 * layers * self.kv_heads * self.head_dim
 
     def kv_bytes(self, layers: int, number_bytes: int, int8: bool) -> int:
-        """Count the bytes of one token's K and V. In 8 bits each head's K and V also have a scale byte
-        each.
-        """
+        """Count the bytes of one token's K and V in `layers` layers. With `int8`, each head's K and V have a
+        scale of one byte each."""
         values = self.kv_values(layers)
         return values + 2 * layers * self.kv_heads if int8 else values * number_bytes
 
