@@ -6,32 +6,34 @@
 
 One model in one process prefills documents in chunks, with a prefill worker's layers and kernels. Each
 document has its own seed and is cut from one of the texts, which take turns. It is prefilled with `dense`,
-then with every method. For each method the script reports: KL(dense | method) and perplexity of the
-next-token distributions at the last 2,048 positions; log-probability and exactness of every right answer,
-teacher-forced, with questions prefilled densely; density; the time of selection and attention in all layers.
+then with every method. For each method the script reports KL(dense | method) and perplexity of the
+next-token distributions at the last 2,048 positions, log-probability and exactness of every right answer
+(teacher-forced, with questions prefilled densely), density, and the time of selection and attention.
+
 --questions-in-prompt: End a prompt with each question and prefill it with the method, as the service does.
-Answers are prefilled densely. --recompute 4 8 16: Add a case `<method> recompute N` for each N and each
-method but dense. Before each question the N blocks of the document that it attends to most are recomputed
-densely. The density includes the recomputed tiles (mean over questions), the time includes finding and
-recomputing the blocks (median). The KL is still that of the method. --decode LAYERS:BUDGET:RECENCY: Prefill
-densely, then decode answers with page selection and by full decode. LAYERS are Δ-layers, periodic:COUNT or
-random:COUNT:SEED; quest:BUDGET is a baseline, whose time is meaningless. The script reports the share of
-answers that agree, the share of pages read over all layers as `density`, the time of page selection and
-attention in all layers of a decode step, and KL of the answers' tokens. --quantisation fp8: Repeat every
-method, also dense, with quantised layers. Compare with dense in --dtype. --kv-dtype int8: Repeat every
-method, also dense, and every selection of --decode with an int8 KV cache, marked `K/V int8`. Compare with
-dense and full decode in --dtype.
-
+    Answers are prefilled densely.
+--recompute 4 8 16: Add a case `<method> recompute N` for each N and each method but dense. Before each
+    question the N blocks of the document that it attends to most are recomputed densely. The density
+    includes the recomputed tiles (mean over questions), the time includes finding and recomputing the blocks
+    (median). The KL is still that of the method.
+--decode LAYERS:BUDGET:RECENCY: Prefill densely, then decode answers with page selection and by full decode.
+    LAYERS are Δ-layers, periodic:COUNT or random:COUNT:SEED; quest:BUDGET is a baseline, whose time is
+    meaningless. The script reports the share of answers that agree, the share of pages read over all layers
+    as `density`, the time of page selection and attention of a decode step, and KL of the answers' tokens.
+--quantisation fp8: Repeat every method, also dense, with quantised layers. Compare with dense in --dtype.
+--kv-dtype int8: Repeat every method, also dense, and every selection of --decode with an int8 KV cache,
+    marked `K/V int8`. Compare with dense and full decode in --dtype.
 --key-tokens 1024: Also report the loss relative to dense at the tail's key tokens. Dense attention gives them
-a far higher probability with the whole document than with only the 1,024 to 2,048 tokens before (LongPPL,
-Fang et al. 2025). --rope-theta, --positions: Stretch the model's positions for longer documents, other than
-its adapter was trained. The script then asks no questions and only compares methods with dense attention.
-
+    a far higher probability with the whole document than with only the 1,024 to 2,048 tokens before (LongPPL,
+    Fang et al. 2025).
+--rope-theta, --positions: Stretch the model's positions beyond its adapter's training, for longer documents.
+    The script then asks no questions and only compares methods with dense attention.
 --outcomes FILE: Append a document's outcomes when it is done, one line per case. Skip documents in the file.
---minutes M: Begin no document after M minutes. Documents of all lengths and tasks take turns. --compare FILE:
-Compare each row with a result of the same arguments. Exit with 1 if one differs (`report.apart`). --shard
-I/N: Run documents I, I + N, I + 2 N, … as one of N processes, and write outcomes to --result.
-`accuracy.merge` combines the shards into the result of a single process.
+--minutes M: Begin no document after M minutes. Documents of all lengths and tasks take turns.
+--compare FILE: Compare each row with a result of the same arguments. Exit with 1 if one differs
+    (`report.apart`).
+--shard I/N: Run documents I, I + N, I + 2 N, … as one of N processes, and write outcomes to --result.
+    `accuracy.merge` combines the shards into the result of a single process.
 
 Methods take options: `dpxa:tau=0.9,k_anchors=16`, and with --profile `dpxa:density=0.08`. The script prints a
 line for each document and method and a table, writes --result as JSON, and exits with 1 if a --gate is

@@ -35,13 +35,13 @@ class Decoded:
     """The result of one page selection.
 
     Attributes:
-        answers: The right answers' log-probabilities, teacher-forced. kl: Mean KL(full decode | this) of the
-        answers' tokens after the first. agrees: For each question, True if the greedy answer equals that of
-        full decode. Both have the length of
-            the right answer.
-        share: Pages read, divided by those of full decode, over all layers. milliseconds: Median time of page
-        selection and attention in all layers of a decode step: device time on
-            a GPU, wall-clock time on a CPU.
+        answers: The right answers' log-probabilities, teacher-forced.
+        kl: Mean KL(full decode | this) of the answers' tokens after the first.
+        agrees: For each question, True if the greedy answer equals that of full decode. Both have the length
+            of the right answer.
+        share: Pages read, divided by those of full decode, over all layers.
+        milliseconds: Median time of page selection and attention in all layers of a decode step: device time
+            on a GPU, wall-clock time on a CPU.
     """
 
     answers: list[Answered]

@@ -24,9 +24,12 @@ Cases:
   (`tiers.py`).
 
 --files 16 fp8 runs every case with 16-bit and with compressed-tensors FP8 files. Names of FP8 cases end with
-_files. With --quantisation fp8 both have FP8 weights on the GPU. --kv-dtypes 16 int8 runs every case with
-each dtype of the KV cache, in this order. Rows with int8 have the field `kv_dtype`. Each row is printed and
-merged into --result at once, so several runs on several machines can fill one file. On a CPU:
+    _files. With --quantisation fp8 both have FP8 weights on the GPU.
+--kv-dtypes 16 int8 runs every case with each dtype of the KV cache, in this order. Rows with int8 have the
+    field `kv_dtype`.
+
+Each row is printed and merged into --result at once, so several runs on several machines can fill one file.
+On a CPU:
 
     … --shape tiny --cases ttft products decode --tokens 4096 --densities 0.5 --decode-tokens 512 --chunk 1024
 """

@@ -48,9 +48,9 @@ class Answer:
     """A greedy answer, and the probability of dense attention's answer.
 
     Attributes:
-        ids, said: Tokens and text of the greedy answer. density, prefill: Share of causal tiles that were
-        computed: `density` with, `prefill` without the tiles
-            for recomputed blocks and the prompt's end.
+        ids, said: Tokens and text of the greedy answer.
+        density, prefill: Share of causal tiles that were computed. `prefill` leaves out the tiles for
+            recomputed blocks and the prompt's end.
         seconds: Wall-clock time of prefill.
         logp: Mean log-probability of the first `TOLD` tokens of dense attention's answer, teacher-forced.
         agreement: Share of these tokens that have the highest probability.

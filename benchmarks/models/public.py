@@ -14,8 +14,7 @@ class Public:
 
     Args:
         billions: Published size in billions of parameters, of a multimodal model only the language model.
-        None:
-            the service refuses the model.
+            None: the service refuses the model.
         reason: The reason that the refusal gives.
     """
 

@@ -25,12 +25,13 @@ class Router:
     """A model's routing of tokens to experts. Ties go to the lower expert.
 
     Attributes:
-        per_token: Experts of a token. normed: Divide the chosen experts' probabilities by their sum. bias_E:
-        None: probabilities are a softmax. Otherwise they are sigmoids. This float32 bias is added when
-            experts are chosen, not to routing weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-        groups: Number of groups of adjacent experts. chosen_groups: Number of groups that a token may choose
-        from. Groups are ranked by the sum of their two
-            best experts.
+        per_token: Experts of a token.
+        normed: Divide the chosen experts' probabilities by their sum.
+        bias_E: None: probabilities are a softmax. Otherwise they are sigmoids. This float32 bias is added to
+            choose experts, not to routing weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        groups: Number of groups of adjacent experts.
+        chosen_groups: Number of groups that a token may choose from. Groups are ranked by the sum of their
+            two best experts.
         scale: Multiplier of routing weights (`routed_scaling_factor`).
     """
 

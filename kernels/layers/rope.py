@@ -47,8 +47,10 @@ def rotate_and_store(
 
     Args:
         qkv_TXD: Query heads, then key heads, then value heads. It is overwritten, and q_THD may be a view of
-        it. cos_T1F, sin_T1F: float32, cosine and sine of each token's angles. norm: None: q and k are not
-        normed. kv: Row numbers are not checked, since a check would synchronise.
+            it.
+        cos_T1F, sin_T1F: float32, cosine and sine of each token's angles.
+        norm: None: q and k are not normed.
+        kv: Row numbers are not checked, since a check would synchronise.
 
     Raises:
         KernelInputError: The arguments do not fit together.

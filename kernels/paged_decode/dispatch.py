@@ -47,13 +47,11 @@ def paged_attention_scored(
 
     Args:
         span: Tokens per score. 16 gives page scores. 1 gives token scores, which the ranks of a
-        tensor-parallel
-            worker combine over heads.
+            tensor-parallel worker combine over heads.
 
     Returns:
         out_RHD, lse_RH and score_RS (fp32), S = 16 P / span. A score is the sum over the span's tokens of
-        each
-            token's largest weight over all query heads; 0 past the request's pages.
+            each token's largest weight over all query heads; 0 past the request's pages.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)
     if x.q_RHD.is_cuda:

@@ -20,8 +20,7 @@ class Sums:
 
     Attributes:
         part_BHNRM: log2 of each row's sum of exponentials in key block M, undefined after the diagonal. A
-        tile's
-            score is the sum over R of these sums, each divided by its row's total over M.
+            tile's score is the sum over R of these sums, each divided by its row's total over M.
         first_row: The slab's first query block.
     """
 
