@@ -1,4 +1,4 @@
-"""Finds a model's family. Modules outside the package may register theirs."""
+"""Finds a model's family. Modules outside the package may register further families."""
 
 import importlib
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ _SIGNS: Mapping[str, str] = {
     "vision_config": "images",
     "audio_config": "sound",
 }
-"""Keys in the config.json of a family that is not served → the feature they show."""
+"""Keys in the config.json of unsupported families, each with the feature that it shows."""
 
 
 class FamilyError(ValueError):
@@ -73,9 +73,7 @@ def load_families(module: str) -> None:
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """Return the family of a config.json, by architecture or else by `model_type`; None if it is not
-    supported.
-    """
+    """Return the family of a config.json, by architecture or else by `model_type`; None if there is none."""
     named = config.get("architectures")
     if named:
         return FAMILIES.get(named[0]) if isinstance(named, list) else None
@@ -83,7 +81,7 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
 
 
 def gguf_families() -> dict[str, list[tuple[Family, GgufNames]]]:
-    """Return the families with GGUF files, by llama.cpp's architecture. Those with `told_by` come first."""
+    """Return the families with GGUF names, by llama.cpp's architecture. Those with `told_by` come first."""
     found: dict[str, list[tuple[Family, GgufNames]]] = {}
     for one in FAMILIES.values():
         if one.gguf is not None:
@@ -92,7 +90,7 @@ def gguf_families() -> dict[str, list[tuple[Family, GgufNames]]]:
 
 
 def unserved_features(config: Mapping[str, Any]) -> list[str]:
-    """List the features for which we do not support a model, as far as its config.json shows."""
+    """List a model's unsupported features, as far as its config.json shows them."""
     text = config.get("text_config")
     told = {**config, **(text if isinstance(text, dict) else {})}
     return list(dict.fromkeys(feature for key, feature in _SIGNS.items() if told.get(key)))

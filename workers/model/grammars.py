@@ -1,6 +1,7 @@
-"""Grammars that an answer must follow, by llguidance. Doors check them, and decode workers follow them.
+"""Grammars that an answer must match (structured output), by llguidance.
 
-A grammar is a text in llguidance's form: Lark, or JSON that holds a schema. It needs no torch.
+API servers check grammars, and decode workers apply them. A grammar is a text in llguidance's format: Lark,
+or JSON with a schema. This module imports no torch.
 """
 
 import threading
@@ -16,22 +17,22 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from deltafront.workers.model.directory.tokenizer_files import tokenizer_json
 
 Mask = npt.NDArray[np.int32]
-"""A bit for each token id that may come next, from the lowest bit of the first word on."""
+"""A bit mask of the tokens that may come next. Token id 0 is the lowest bit of the first word."""
 LONGEST_GRAMMAR = 1 << 18
-"""Characters. Schemas of this length compile in less than a second."""
+"""Maximum number of characters. Schemas of this length compile in less than a second."""
 _WORD = 32
 _LIMITS = LLParserLimits(verbose_errors=False)  # its defaults bound the work of a grammar and of each mask
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be followed, or an answer does not follow it. str() is one line."""
+    """A grammar cannot be used, or an answer does not match it. str() is one line."""
 
 
 class GrammarState:
-    """The place of one answer in its grammar.
+    """The state of one answer's grammar after the tokens so far.
 
     Attributes:
-        trouble: Why the grammar cannot be followed any further; empty while it can.
+        trouble: The reason why the grammar has failed; empty if it has not.
     """
 
     def __init__(self, matcher: LLMatcher, words: int, eos_ids: Sequence[int]) -> None:
@@ -42,11 +43,12 @@ class GrammarState:
 
     @property
     def ended(self) -> bool:
-        """True if nothing but an end token may come next."""
+        """Whether only an end-of-sequence token may come next."""
         return bool(self._matcher.is_stopped())
 
     def mask(self) -> Mask | None:
-        """Return the tokens that may come next; None if any may, since the answer is over."""
+        """Return the mask of tokens that may come next; None if the answer has ended or the grammar has
+        failed."""
         if self.trouble or (self.ended and not self._eos_ids):
             return None
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype="<i4")[: self._words].copy()
@@ -57,7 +59,7 @@ class GrammarState:
         return None if self.trouble else mask
 
     def take(self, token: int) -> None:
-        """Go on with a token that the mask allows."""
+        """Advance the grammar by a sampled token, which the mask must allow."""
         if self.trouble or self.ended:
             return
         self._matcher.consume_token(self._eos_ids[0] if token in self._eos_ids else token)
@@ -69,11 +71,11 @@ class GrammarState:
 
 
 class Grammars:
-    """Makes the states of answers. The tokenizer is loaded once, in a thread of its own or at first use.
+    """Makes the `GrammarState` of each answer. The tokenizer is loaded once, by `load_soon` or at first use.
 
     Args:
-        vocab: The model's. The tokenizer may have fewer tokens.
-        eos_ids: The model's end tokens. Those without a logit are ignored.
+        vocab: The size of the model's vocabulary. The tokenizer may have fewer tokens.
+        eos_ids: The model's end-of-sequence tokens. Ids beyond the vocabulary are ignored.
     """
 
     def __init__(self, directory: Path, vocab: int, eos_ids: Sequence[int]) -> None:
@@ -86,10 +88,10 @@ class Grammars:
         threading.Thread(target=self._load, name="grammars", daemon=True).start()
 
     def begin(self, grammar: str, answered: Sequence[int] = ()) -> GrammarState:
-        """Compile a grammar, which takes milliseconds, and go on to where an answer's first tokens lead.
+        """Compile a grammar, which takes milliseconds, and advance it over the tokens of a resumed answer.
 
         Raises:
-            GrammarError: It is wrong, too large, or not one that these tokens follow.
+            GrammarError: The grammar is wrong or too large, or these tokens do not match it.
         """
         tokenizer = self._load()
         if isinstance(tokenizer, str):
@@ -112,26 +114,26 @@ class Grammars:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer | str:
-        """llguidance's tokenizer, or why there is none."""
+        """llguidance's tokenizer, or the reason why it cannot be made."""
         eos = self._eos_ids[0] if self._eos_ids else None
         try:
             text = tokenizer_json(self._directory)
             try:
                 return LLTokenizer(text, n_vocab=self._vocab, eos_token=eos)
-            except ValueError:  # the model has no embedding of the tokenizer's last tokens
+            except ValueError:  # the tokenizer has more tokens than the model has embeddings
                 return LLTokenizer(text, eos_token=eos)
         except (OSError, ValueError) as error:
             return _line(str(error))
 
 
 def grammar_of(form: str, rule: str) -> str:
-    """Make a grammar.
+    """Make a grammar in llguidance's format.
 
     Args:
-        form: `json_schema`, `regex`, or `grammar` for Lark and GBNF.
+        form: The kind of `rule`: `json_schema`, `regex`, or `grammar` for Lark and GBNF.
 
     Raises:
-        GrammarError: It is too long, no JSON object, or no GBNF.
+        GrammarError: The rule is too long, or is not of this kind.
     """
     if len(rule) > LONGEST_GRAMMAR:
         raise GrammarError(f"has {len(rule)} characters: at most {LONGEST_GRAMMAR}")
@@ -144,10 +146,9 @@ def grammar_of(form: str, rule: str) -> str:
 
 
 def json_grammar(schema: str) -> str:
-    """Make the grammar of a JSON schema's text. White space is at most one space after `,` and `:`, since a
-    model may go on with white space without an end.
+    """Make the grammar of a JSON schema. Raises GrammarError if it is not a JSON object.
 
-    Raises GrammarError if it is not a JSON object.
+    White space is limited to one space after `,` and `:`, since a model may otherwise produce it endlessly.
     """
     try:
         return str(LLMatcher.grammar_from_json_schema(schema, defaults=_COMPACT))
@@ -163,7 +164,7 @@ def _bit(mask: Mask, token: int) -> bool:
 
 
 def _line(text: str) -> str:
-    """Return the first words of a message that may have many lines."""
+    """Return a message of several lines as one line of at most 300 characters."""
     lines = [line.strip() for line in text.splitlines()]
     said = " ".join(line for line in lines if line and set(line) != {"^"})
     return said if len(said) <= 300 else f"{said[:300]}…"

@@ -1,7 +1,7 @@
 """Splits a model's layers over the stages of a pipeline.
 
-A layer has two halves, attention and MLP. A stage computes consecutive halves: the hidden state has the same
-width between halves as between layers.
+A layer has two halves, attention and MLP. A stage computes consecutive halves and may begin or end inside a
+layer, since the hidden state has the same width between halves as between layers.
 """
 
 from bisect import bisect_right
@@ -14,9 +14,9 @@ _CACHE_SIZE = 512
 
 @dataclass(frozen=True)
 class LayerShare:
-    """A stage's share: it computes the attention of `layers` and the MLPs of `mlps`.
+    """A stage's share of the model: the attention of `layers` and the MLPs of `mlps`.
 
-    Start and end of `mlps` equal those of `layers` or are one less.
+    Start and end of `mlps` equal those of `layers`, or are smaller by one.
     """
 
     layers: range
@@ -25,11 +25,11 @@ class LayerShare:
 
 @lru_cache(_CACHE_SIZE)
 def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
-    """Split the halves so that the most expensive share costs least. Each share has an attention. Ties go to
-    the split that cuts the fewest layers in two, then to the most even one.
+    """Split the halves so that the most expensive share is as cheap as possible. Each share has at least one
+    attention. Ties go to the split with the fewest cuts inside layers, then to the most even split.
 
     Args:
-        costs: The costs of the halves: attention, MLP, attention, …
+        costs: The costs of all halves: attention, MLP, attention, …
     """
     before = (0, *accumulate(costs))
     low, high = max(costs), before[-1]
@@ -44,8 +44,8 @@ def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
 
 
 def _fit(before: tuple[int, ...], stages: int, limit: int) -> bool:
-    """Return whether shares of at most `limit` suffice. `before` has the total cost of all halves before
-    each."""
+    """Return whether `stages` shares of cost at most `limit` cover all halves. before[n] is the cost of the
+    first n halves."""
     at = 0
     for later in reversed(range(stages)):
         end = _furthest(before, at, later, limit)
@@ -62,7 +62,8 @@ def _furthest(before: tuple[int, ...], at: int, later: int, limit: int) -> int:
 def _cuts(before: tuple[int, ...], stages: int, limit: int) -> tuple[int, ...]:
     @cache
     def best(at: int, later: int) -> tuple[int, int, tuple[int, ...]] | None:
-        """Return the number of cuts within layers, the sum of the squared costs of shares, and the cuts."""
+        """Return the best cuts of the halves from `at` on: the number of cuts inside layers, the sum of the
+        shares' squared costs, and the cuts."""
         left = before[-1] - before[at]
         if later == 0:
             return (0, left**2, ()) if left <= limit else None

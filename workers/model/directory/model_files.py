@@ -1,4 +1,4 @@
-"""Reads the files of a model directory and finds those that hold the weights."""
+"""Reads the files of a model directory, and finds the weight files."""
 
 import contextlib
 import json
@@ -12,13 +12,13 @@ from typing import Any
 WEIGHT_INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""The name that llama-gguf-split gives a part."""
+"""The file name of a part that llama-gguf-split has written."""
 
 _LFS_POINTER = b"version https://git-lfs.github.com/"
 _MOST = 10_000
-"""No model has more layers or experts. Each costs time before weights are compared."""
+"""Limit for the number of layers or experts. More would make the checks slow, and no model has more."""
 UNFORESEEN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError)
-"""Errors of readers whose files hold something that they do not expect."""
+"""Exceptions that file readers may raise for unexpected content."""
 
 
 class ModelError(ValueError):
@@ -27,7 +27,7 @@ class ModelError(ValueError):
 
 @contextlib.contextmanager
 def broken(path: Path) -> Iterator[None]:
-    """Turn unexpected errors from a file's content into a ModelError that names the file."""
+    """Turn unexpected exceptions about a file's content into a ModelError that names the file."""
     try:
         yield
     except ModelError:
@@ -38,9 +38,9 @@ def broken(path: Path) -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a folder, pipe, device or Git LFS pointer. Raises ModelError, or OSError if the file is missing.
+    """Raise ModelError for a folder, pipe, device or Git LFS pointer, and OSError if the file is missing.
 
-    Reading a pipe would block, and a device may never end.
+    Reading a pipe would block, and reading a device may never end.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise ModelError(f"{path} is a folder, pipe or device: a file is needed")
@@ -52,7 +52,7 @@ def check_file(path: Path) -> None:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError, also for content that nests too deeply."""
+    """Parse JSON. Raises ValueError, also if it is nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -119,7 +119,7 @@ def weight_index(directory: Path) -> dict[str, Path] | None:
 
 
 def weight_file(directory: Path) -> Path:
-    """Return the only file of weights (the first part of a split GGUF). Raises ModelError."""
+    """Return the only weight file; the first part if it is a split GGUF. Raises ModelError."""
     single = directory / _SINGLE
     if single.exists():
         return single
@@ -134,7 +134,7 @@ def weight_file(directory: Path) -> Path:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return all files of a GGUF in order. Raises ModelError if one is missing."""
+    """Return all parts of a GGUF file in order. Raises ModelError if one is missing."""
     match = _GGUF_PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -146,5 +146,5 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def gguf_files(directory: Path) -> list[Path]:
-    """Return the GGUF files of a folder, only the first part of split ones. Raises ModelError."""
+    """Return the GGUF files of a folder, with only the first part of each split file. Raises ModelError."""
     return sorted({gguf_parts(path)[0] for path in directory.glob("*.gguf")})

@@ -1,7 +1,7 @@
-"""Describes quantised checkpoints: their formats in config.json, and the tensors that store a matrix.
+"""Describes quantised checkpoints: their formats in config.json, and the tensors in which a matrix is stored.
 
-It needs no torch; `weights/dequantise.py` computes the values. Stored scales of activations and KV are not
-used: activations are quantised dynamically, and KV has 16 bits or a scale per row (decision 0022).
+It imports no torch; `weights/dequantise.py` computes the matrices. Stored scales of activations and KV are
+ignored: activations are quantised dynamically, and KV has 16 bits or its own scale per row (decision 0022).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -13,7 +13,7 @@ from deltafront.workers.model.directory.model_files import ModelError, read_json
 from deltafront.workers.model.directory.text_part import text_config
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Floating-point dtypes, by safetensors' names."""
+"""Names of floating-point dtypes in safetensors."""
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale")
 _IGNORED = (*_KV_SCALES, "input_scale", "activation_scale", "output_scale", "q_scale")
 _SERVED = (
@@ -21,7 +21,8 @@ _SERVED = (
     "4 bits), GPTQ or compressed-tensors (pack-quantized; 4 or 8 bits), or bitsandbytes nf4"
 )
 _BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files in which quantisers describe the form before config.json, or instead of it, and their methods."""
+"""Files in which quantisers describe the format if config.json does not, with the method that each
+implies."""
 _NF4_BLOCK, _NF4_NESTED_BLOCK = 64, 256
 
 Shape = tuple[int, ...]
@@ -30,10 +31,11 @@ Kind = Literal["FP8", "AWQ", "GPTQ", "compressed-tensors", "bitsandbytes nf4"]
 
 @dataclass(frozen=True)
 class Part:
-    """A stored tensor of a quantised matrix X.weight. Its name is `X.` followed by one of `names`.
+    """One of the stored tensors of a quantised matrix X.weight. Its name is `X.` followed by one of `names`.
 
     Args:
-        shapes: The shapes that it may have; empty: any.
+        dtypes: The allowed dtypes.
+        shapes: The allowed shapes; empty: any.
     """
 
     names: tuple[str, ...]
@@ -45,7 +47,7 @@ class Part:
         return next((stem + name for name in self.names if stem + name in names), None)
 
     def problem(self, dtype: str, shape: Shape) -> str:
-        """Return what is wrong with a tensor's dtype or shape; empty if nothing is."""
+        """Return an error message about a tensor's dtype or shape; empty if both are right."""
         if dtype in self.dtypes and (not self.shapes or shape in self.shapes):
             return ""
         kind = "floats" if self.dtypes == FLOATS else self.dtypes[0]
@@ -57,13 +59,13 @@ class Quantised:
     """The storage format of a checkpoint's quantised matrices.
 
     Args:
-        group: Number of inputs that share a scale; None: all of them.
-        block: Numbers of outputs and inputs that share an FP8 scale; None: one scale per output, or one for
-            the matrix.
+        group: Number of inputs that share a scale; None: all inputs.
+        block: Numbers of outputs and inputs that share an FP8 scale; None: one scale per output, or one per
+            matrix.
         zero_offset: The real zero point minus the stored one.
-        ordered: A tensor gives the group of each input (GPTQ's act-order).
-        symmetric: There are no zero points.
-        nested: The scales are quantised, too.
+        ordered: Whether a tensor gives the group of each input (GPTQ's act-order).
+        symmetric: Whether there are no zero points.
+        nested: Whether the scales are quantised, too.
     """
 
     kind: Kind
@@ -84,11 +86,12 @@ class Quantised:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Names of the parts that only quantised matrices have."""
+        """Name endings of tensors that only quantised matrices have."""
         return tuple(name for part in self.parts(1, 1) for name in part.names if name != "weight")
 
     def matrices(self, names: Iterable[str]) -> frozenset[str]:
-        """Return every `X.` for which parts other than X.weight exist."""
+        """Return `X.` for each quantised matrix X.weight: those with other parts than X.weight among
+        `names`."""
         suffixes = tuple(f".{suffix}" for suffix in self.suffixes)
         ends = {name: next((end for end in suffixes if name.endswith(end)), None) for name in names}
         return frozenset(name.removesuffix(end) + "." for name, end in ends.items() if end)
@@ -161,9 +164,9 @@ def _words(form: Quantised, values: int) -> int:
 
 
 def quantised_form(directory: Path, config: Mapping[str, Any] | None = None) -> Quantised | None:
-    """Return the format of quantised weights; None if they have 16 bits or more.
+    """Return the format of a model's quantised weights; None if they are not quantised.
 
-    `config`: the content of config.json, if already read.
+    `config` is the content of config.json, if it is already read.
 
     Raises:
         ModelError: The format is not supported.

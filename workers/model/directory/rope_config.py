@@ -1,4 +1,4 @@
-"""Reads RoPE and the maximum context length from config.json, under all key names in use."""
+"""Reads RoPE and the maximum context length from config.json, under the key names of all versions."""
 
 import math
 from collections.abc import Mapping
@@ -17,18 +17,17 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", _TRAINED),
     "factors": ("factors",),
 }
-"""Keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3 scaling."""
+"""The keys that each RoPE type needs. GGUF stores llama3 scaling as `factors`, one divisor per frequency."""
 _LOCAL = "rope_local_base_freq"
-"""The base of the rope of layers with windows, in families where these have their own."""
+"""The key for the RoPE base of layers with sliding windows, in families where it differs."""
 _OLD_TYPES = {"su": "longrope"}
 _BETA = "llama_4_scaling_beta"
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """A rotary position embedding. `scaling` always has a `rope_type`. With `llama_4_scaling_beta`,
-    queries are scaled by their position.
-    """
+    """The parameters of a RoPE. `scaling` always has a `rope_type`. If it has `llama_4_scaling_beta`, queries
+    are scaled by their position."""
 
     theta: float
     scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
@@ -69,16 +68,16 @@ def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Fami
 
 
 def of_full_layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return config.json with the RoPE of full-attention layers, if layers have different ones."""
+    """Return config.json with only the RoPE of full-attention layers, if other layers have another RoPE."""
     ropes = raw.get("rope_parameters") if _LOCAL in family.implied else None
     own = ropes.get("full_attention") if isinstance(ropes, dict) else None
     return {**raw, "rope_parameters": own} if isinstance(own, dict) else dict(raw)
 
 
 def window_rope(raw: Mapping[str, Any], full: RopeConfig, family: Family) -> RopeConfig | None:
-    """Return the RoPE of layers with windows; None if it equals `full`, that of the other layers.
+    """Return the RoPE of layers with sliding windows; None if it equals `full`, the RoPE of the other layers.
 
-    Older files give only its base.
+    Older versions of config.json give only its base.
     """
     if _LOCAL not in family.implied:
         return None
@@ -91,7 +90,7 @@ def window_rope(raw: Mapping[str, Any], full: RopeConfig, family: Family) -> Rop
 
 
 def rotary_dim(raw: Mapping[str, Any], head_dim: int, family: Family) -> int:
-    """Return how many of a head's first channels are rotated. Raises ModelError."""
+    """Return the number of a head's first channels that are rotated. Raises ModelError."""
     part = _rope_keys(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if part is None and "rotary_dim" in family.implied and raw["rotary_dim"]:
         part = positive_int(raw, "rotary_dim") / head_dim
@@ -103,9 +102,8 @@ def rotary_dim(raw: Mapping[str, Any], head_dim: int, family: Family) -> int:
 
 
 def positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, Any]) -> int:
-    """Return the maximum context length like vLLM: with YaRN `factor` times the trained length, unless
-    overridden.
-    """
+    """Return the maximum context length, as vLLM does: with YaRN, `factor` times the trained length. An
+    override takes precedence."""
     given = positive_int({**raw, **overrides}, "max_position_embeddings")
     if rope.kind != "yarn" or "max_position_embeddings" in overrides:
         return given
@@ -113,8 +111,8 @@ def positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, 
 
 
 def refuse_unscaled(overrides: Mapping[str, Any], known: int) -> None:
-    """Refuse a context longer than the model's own, `known`, unless rope_theta is overridden, too. Raises
-    ModelError."""
+    """Raise ModelError if a context longer than the model's own (`known`) is configured, unless rope_theta is
+    overridden, too."""
     wanted = overrides.get("max_position_embeddings", 0)
     if wanted > known and "rope_theta" not in overrides:
         raise ModelError(
@@ -125,9 +123,11 @@ def refuse_unscaled(overrides: Mapping[str, Any], known: int) -> None:
 
 
 def resolved(rope: RopeConfig, raw: Mapping[str, Any], positions: int) -> RopeConfig:
-    """Choose LongRoPE's factors (Ding et al. 2024, section 3.3) once for all prompts, like vLLM.
+    """Choose LongRoPE's short or long factors (Ding et al. 2024, section 3.3) once for all prompts, as vLLM
+    does.
 
-    Cached KV must not depend on how long a prompt becomes. `positions` is the served context length.
+    KV of a prompt must not depend on the prompt's final length, because it is cached. `positions` is the
+    maximum context length.
     """
     if rope.kind != "longrope":
         return rope
@@ -141,7 +141,7 @@ def resolved(rope: RopeConfig, raw: Mapping[str, Any], positions: int) -> RopeCo
 
 
 def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Unite `rope_parameters` of transformers 5 with the older keys. Raises ModelError for contradictions."""
+    """Merge the `rope_parameters` of transformers 5 with the older keys. Raises ModelError if they differ."""
     new, old = (_scaling_keys(raw, key) for key in ("rope_parameters", "rope_scaling"))
     top = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
     if new and old and _without(new, "rope_theta") != _without(old, "rope_theta"):

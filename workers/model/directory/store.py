@@ -1,7 +1,7 @@
-"""Finds a model's directory by the name that a user gives it.
+"""Finds a model's directory from a path, a hub id, or the name of the embedded model.
 
-A GGUF file takes every process seconds to read, so it is converted once, into a cache. Quantised tensors
-become bf16, whose rounding error is a tenth of that of 4 to 6 bits.
+A GGUF file is converted once into a cached model directory, because reading it takes every process seconds.
+Quantised tensors become bf16, whose rounding error is a tenth of the error of 4 to 6 bits.
 """
 
 import contextlib
@@ -36,10 +36,11 @@ _PACKAGE_SHA256 = "b179c9523d0e6a0f"
 _TREE = Path(__file__).resolve().parents[3]
 
 _FORMAT = 3
-"""The version of conversions. Raise it when their result changes."""
+"""The version of converted models. Increase it when the conversion's result changes."""
 _CONVERTED, _UNFINISHED = re.compile(r"[0-9a-f]{16}-v(\d+)"), ".preparing-"
 _UNREAD_S = 7 * 24 * 3600.0
-"""How long after its last read a conversion is removed. Until then an older version may still serve it."""
+"""Seconds after its last read at which an old version's conversion is removed. Until then an old service may
+use it."""
 
 _UNPICKLE = (
     "its .bin files may run code when they are opened. If you trust them, transformers writes safetensors: "
@@ -49,16 +50,15 @@ _UNPICKLE = (
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _NOT_HUB_FILES = ("consolidated*", "*/*")
-"""Files of the same weights in other forms."""
+"""Files in a hub repository that contain the same weights in another format. They are not downloaded."""
 
 
 def model_directory(model: str, cache: Path | None = None) -> Path:
     """Return a model's directory, after conversion or download if necessary. Raises ModelError.
 
     Args:
-        model: A local directory or .gguf file (any of several parts), DEFAULT_MODEL, or a hub id.
-        cache: Directory for converted GGUF files; by default deltafront/models in XDG_CACHE_HOME, or in
-            ~/.cache.
+        model: A local directory or .gguf file (any part of a split file), DEFAULT_MODEL, or a hub id.
+        cache: Directory of converted GGUF files; None: deltafront/models in XDG_CACHE_HOME or ~/.cache.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -78,7 +78,7 @@ def model_directory(model: str, cache: Path | None = None) -> Path:
 
 
 def config_directory(model: str) -> Path:
-    """Return a directory with a model's config.json, like `model_directory`, but without downloading weights.
+    """Return a directory with a model's config.json. Unlike `model_directory`, it downloads no weights.
     Raises ModelError."""
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
@@ -89,9 +89,9 @@ def config_directory(model: str) -> Path:
 
 
 def located(model: ModelSpec) -> ModelSpec:
-    """Return the model with its directory on this node as path. Raises ModelError.
+    """Return the spec with the model's local directory as path. Raises ModelError.
 
-    To find a directory takes a hash of a GGUF file or a question to the hub, so it is done once.
+    Call it once per process, since finding the directory may hash a GGUF file or ask the hub.
     """
     return replace(model, path=str(model_directory(model.path)))
 
@@ -108,7 +108,7 @@ def _is_hub_id(model: str) -> bool:
 
 
 def adapter_directory(adapter: str) -> Path:
-    """Return an adapter's directory. A relative path may also start at this project's root."""
+    """Return an adapter's directory. A relative path is also looked up in this project's root."""
     for path in (Path(adapter).expanduser(), _TREE / adapter):
         if (path / "adapter_config.json").is_file():
             return path.resolve()
@@ -116,7 +116,7 @@ def adapter_directory(adapter: str) -> Path:
 
 
 def profile_file(profile: str, folder: Path | None = None) -> Path:
-    """Return a profile's path. A relative path may also start at `folder` or at this project's root."""
+    """Return a profile's path. A relative path is also looked up in `folder` and in this project's root."""
     given = Path(profile).expanduser()
     for place in (folder or Path(), Path(), _TREE):
         if (place / given).is_file():
@@ -125,7 +125,7 @@ def profile_file(profile: str, folder: Path | None = None) -> Path:
 
 
 def embedded_gguf() -> Path:
-    """Find the default model's file without importing its package."""
+    """Find the default model's GGUF file without importing its package."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
@@ -142,10 +142,10 @@ def embedded_gguf() -> Path:
 
 
 def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
-    """Convert a GGUF file unless the cache has it, and remove old conversions that no process reads. Raises
+    """Convert a GGUF file unless the cache has its conversion, and remove old, unused conversions. Raises
     ModelError.
 
-    An atomic rename publishes a conversion, so several processes may convert at once.
+    An atomic rename publishes the result, so that several processes may convert at once.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = home / "deltafront" / "models" if cache is None else Path(cache)
@@ -153,7 +153,7 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
     target = root / f"{_sha256(*gguf_parts(path))[:16]}-v{_FORMAT}"
     if target.is_dir():
         return target
-    from deltafront.workers.model.weights.gguf_convert import convert_gguf  # it imports torch
+    from deltafront.workers.model.weights.gguf_convert import convert_gguf  # imports torch
 
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -173,11 +173,11 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
 
 
 def _sweep(root: Path) -> None:
-    with contextlib.suppress(OSError):  # no cache, no permission, or another process does it
+    with contextlib.suppress(OSError):  # no cache, no permission, or another process removes them
         for path in root.iterdir():
             if _is_old(path.name) and time.time() - _last_read(path) > _UNREAD_S:
                 gone = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
-                path.rename(gone)  # atomic, so that no process finds half of it
+                path.rename(gone)  # atomic, so that no process finds a partly deleted directory
                 shutil.rmtree(gone)
 
 
@@ -192,7 +192,8 @@ def _last_read(directory: Path) -> float:
 
 
 def _open_to_readers(work: Path) -> None:
-    """Let all users read: mkdtemp and safetensors make files private, but several users may share a cache."""
+    """Make files readable for all users, who may share a cache. mkdtemp and safetensors make private
+    files."""
     work.chmod(0o755)
     for file in work.iterdir():
         file.chmod(0o644)

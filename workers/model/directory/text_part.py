@@ -1,5 +1,5 @@
-"""Finds the language model in a checkpoint, multimodal or not, and maps its tensors to our names. It needs no
-torch."""
+"""Finds the language model in a checkpoint, which may be multimodal, and maps tensor names to ours. It
+imports no torch."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,8 +9,8 @@ from deltafront.workers.model.families.family import Family
 from deltafront.workers.model.family_registry import family_of, wrapped_architectures
 
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-"""Prefixes of the language model's tensors in a multimodal checkpoint → in a plain one. transformers 4 and 5
-write different ones."""
+"""For each prefix of the language model's tensors in multimodal checkpoints of transformers 4 and 5, the
+prefix in a text-only checkpoint."""
 
 
 def is_wrapped(config: Mapping[str, Any]) -> bool:
@@ -19,7 +19,7 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the language model's own config.json. Raises ModelError if it has none."""
+    """Return the language model's part of config.json. Raises ModelError if there is none."""
     if not is_wrapped(config):
         return dict(config)
     text = config.get("text_config")
@@ -32,9 +32,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
-    """Map our names of the language model's tensors to those in a checkpoint.
+    """Map our names of the language model's tensors to their names in a checkpoint.
 
-    Vision tensors and multi-token-prediction layers are left out. `config` is config.json's content.
+    Vision tensors and multi-token-prediction layers are left out. `config` is the content of config.json.
     """
     text = text_config(config)
     family = family_of(text)

@@ -1,4 +1,5 @@
-"""Reads the files beside tokenizer.json as transformers does, and finds the tokens that end an answer."""
+"""Reads the files that accompany tokenizer.json, as transformers does, and finds the end-of-sequence
+tokens."""
 
 from __future__ import annotations
 
@@ -39,10 +40,11 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The content of these files.
+    """The content of the files that accompany tokenizer.json.
 
     Attributes:
         special: Special tokens by name, such as `bos_token`.
+        template: The chat template, if there is one.
         added: Added tokens by id.
     """
 
@@ -65,9 +67,8 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_json(directory: Path) -> str:
-    """Return the content of tokenizer.json; if there is only tekken.json, it is converted. Raises
-    ModelError.
-    """
+    """Return the content of tokenizer.json, converted from tekken.json if there is only that. Raises
+    ModelError."""
     path = directory / TOKENIZER
     if is_tekken(directory):
         return json.dumps(tekken.tekken_of(directory).tokenizer_json())
@@ -79,7 +80,7 @@ def is_tekken(directory: Path) -> bool:
 
 
 def _of_tekken(directory: Path) -> dict[str, Any]:
-    """Return what a tokenizer_config.json beside tekken.json would say."""
+    """Return the content of a tokenizer_config.json that corresponds to tekken.json."""
     if not is_tekken(directory):
         return {}
     names = {"bos_token": tekken.BOS, "eos_token": tekken.EOS}
@@ -96,7 +97,7 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(token: Any) -> str:
-    """Return a token's text: it is a string or an object; `add_bos_token: true` is neither."""
+    """Return the text of a token, which is a string or an object with `content`; empty for other values."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
@@ -124,9 +125,8 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> tuple[Path, 
 
 
 def check_chat_template(directory: Path) -> None:
-    """Refuse a chat template that would never end. Call this before anything else reads it. Raises
-    ModelError.
-    """
+    """Raise ModelError if the chat template takes too much time or memory (`check_template`). Call this
+    before anything renders it."""
     config = _of_tekken(directory) | read_json_or_empty(directory / _CONFIG)
     path, source = _template_source(directory, config)
     if source is None:
@@ -155,8 +155,8 @@ def _default(path: Path, templates: list[Any]) -> str | None:
 def _added(
     directory: Path, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> Mapping[int, AddedToken]:
-    """Return added tokens by id. In added_tokens.json, which has no flags, a token is special if it has a
-    name."""
+    """Return added tokens by id. added_tokens.json has no flags: a token there is special if the other files
+    list it as such."""
     added: dict[int, AddedToken] = {}
     several = (config.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens"))
     listed = {_text(token) for tokens in several if isinstance(tokens, list) for token in tokens}
@@ -174,9 +174,9 @@ def _added(
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
-    """Return the ids of tokens that end an answer. Raises ModelError.
+    """Return the ids of the tokens that end an answer. Raises ModelError.
 
-    They are `eos_token`, and the token after an assistant's message in the chat template. ChatML's
+    These are `eos_token` and the token that the chat template puts after an assistant's message. ChatML's
     `<|im_end|>` may appear only in the template.
     """
     path = directory / TOKENIZER

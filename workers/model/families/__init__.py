@@ -1,2 +1,2 @@
-"""The differences between model families, as data, without torch, because doors read it. Start at `family`;
-`workers/model/family_registry.py` finds a model's family."""
+"""The differences between model families, as data. It imports no torch, because API servers use it. Start at
+`family`; `workers/model/family_registry.py` finds a model's family."""

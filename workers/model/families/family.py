@@ -20,7 +20,7 @@ OPTIONAL: Mapping[str, Any] = {
     "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
 }
-"""Keys of config.json that only some families have → the value that changes nothing."""
+"""Keys of config.json that only some families have, each with the value that has no effect."""
 
 _LAYERS = "model.layers."
 _EXPERT = re.compile(r"experts\.(\d+)\.")
@@ -28,18 +28,18 @@ _EXPERT = re.compile(r"experts\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True)
 class GgufNames:
-    """How llama.cpp's files name a family.
+    """The names of a family's tensors and keys in llama.cpp's GGUF files, mapped to ours.
 
     Args:
-        permuted: llama.cpp interleaves the two halves of each rotary head in the rows of q and k.
-        tensors: Names of a block's tensors, besides those common to all families → our modules.
-        keys: Metadata keys with numbers → keys of config.json.
-        implied: Keys of config.json that GGUF files lack → llama.cpp's values.
-        by_layers: Number of layers → implied keys of only the model with that number.
+        permuted: Whether llama.cpp interleaves the two halves of each rotary head in the rows of q and k.
+        tensors: Names of a layer's tensors that not all families have.
+        keys: Metadata keys with numbers, mapped to keys of config.json.
+        implied: Keys of config.json that GGUF files lack, with llama.cpp's values.
+        by_layers: Further implied keys, by the number of layers of the model that has them.
         told_by: A metadata key that only this family's files have, if another family has the same
             architecture.
-        adds_offset: The stored norm weights include `ModelConfig.norm_offset`.
-        rows: Our names, in a layer, of vectors that safetensors store as a matrix of one row.
+        adds_offset: Whether the stored norm weights include `ModelConfig.norm_offset`.
+        rows: Our names, in a layer, of vectors that safetensors store as a matrix with one row.
     """
 
     architecture: str
@@ -55,26 +55,26 @@ class GgufNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Features of a family that a plain Llama lacks.
+    """The differences between a model family and Llama.
 
     Args:
         name: The name shown to users.
-        architecture, model_type: transformers' names.
+        architecture, model_type: The names in transformers.
         wrappers: Multimodal architectures that contain this language model.
-        hidden_act: The activation, which config.json must not contradict.
+        hidden_act: The activation. config.json must not name another one.
         rope_theta: The default if config.json has none.
-        implied: Keys of config.json → transformers' defaults. The family has only these keys of `OPTIONAL`.
-        only: Keys of config.json → the values that are supported, also for each element of a list.
+        implied: transformers' defaults for keys of config.json. The family has only these keys of `OPTIONAL`.
+        only: The supported values of keys of config.json; for a list, the supported elements.
         fixed: Fields of ModelConfig that no key of config.json gives.
-        keys: The family's key names in config.json → Llama's.
+        keys: The family's names of keys in config.json, mapped to Llama's.
         layers: Prefix of a layer's tensor names, before the layer's number.
-        tensors: The family's names of modules and tensors, within a layer or outside → ours, as in
-            `ModelConfig.shapes`. Braces stand for an expert's number.
-        unread: Prefixes of tensors, by our names, that only predict further tokens.
-        scales_by_width: Embeddings are multiplied by the square root of the hidden size.
-        rotates_windows_alone: If some layers have windows, only these use RoPE.
-        gguf: None: its GGUF files are not supported.
-        note: Shown to users of the family.
+        tensors: The family's names of modules and tensors, mapped to ours (see `ModelConfig.shapes`). Braces
+            stand for an expert's number.
+        unread: Prefixes of our names of tensors that only multi-token prediction uses. They are not loaded.
+        scales_by_width: Whether embeddings are multiplied by the square root of the hidden size.
+        rotates_windows_alone: Whether only layers with sliding windows use RoPE, if there are any.
+        gguf: The names in GGUF files; None: GGUF files are not supported.
+        note: A remark for users of the family.
     """
 
     name: str
@@ -101,14 +101,14 @@ class Family:
         return {**self.implied, **raw, **renamed}
 
     def own_name(self, stored: str) -> str:
-        """Return our name of a checkpoint's tensor."""
+        """Return our name of a tensor in a checkpoint."""
         if not stored.startswith(self.layers):
             return _renamed(stored, self.tensors)
         number, _, name = stored.removeprefix(self.layers).partition(".")
         return f"{_LAYERS}{number}.{_renamed(name, self.tensors)}"
 
     def stored_name(self, own: str) -> str:
-        """Return a checkpoint's name of our tensor: the inverse of `own_name`."""
+        """Return the name in a checkpoint of our tensor: the inverse of `own_name`."""
         theirs = {module: name for name, module in self.tensors.items()}
         if not own.startswith(_LAYERS):
             return _renamed(own, theirs)

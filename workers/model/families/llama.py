@@ -1,4 +1,4 @@
-"""Llama, and families that differ from it in little."""
+"""Llama, and families that differ little from it."""
 
 from deltafront.workers.model.families.family import Family, GgufNames
 

@@ -1,5 +1,5 @@
-"""Computes a quantised matrix from its parts, in float32. `directory/quantised.py` has their names and
-shapes.
+"""Computes quantised matrices in float32 from their stored parts. `directory/quantised.py` lists the parts'
+names and shapes.
 
 Shape suffixes: O outputs, I inputs, N groups of inputs.
 """
@@ -13,13 +13,14 @@ from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.quantised import Quantised
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place of the first to eighth output in one of AWQ's words."""
+"""The position of the first to eighth output in a 32-bit word of AWQ."""
 
 Parts = Mapping[str, torch.Tensor]
 
 
 def dequantised(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
-    """Return weight_OI. `parts` maps the first of each part's names to its tensor. Raises ModelError."""
+    """Return the matrix weight_OI. `parts` maps the first name of each `Part` to its tensor. Raises
+    ModelError."""
     return _FORMS[form.kind](form, parts, outputs, inputs)
 
 
@@ -50,7 +51,8 @@ def _gptq(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Ten
 
 
 def _packed(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
-    """Values and zero points are signed, and stored with half their range added, except int8 ones."""
+    """Dequantise compressed-tensors. Values and zero points are signed and stored with half their range
+    added, except int8 zero points."""
     values_OI, scale_ON = _unpacked(parts["weight_packed"], form.bits)[:, :inputs], parts["weight_scale"]
     zeros_ON, half = parts.get("weight_zero_point"), 2 ** (form.bits - 1)
     if zeros_ON is None:
@@ -63,7 +65,7 @@ def _packed(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.T
 
 
 def _nf4(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
-    """The first of two values is in a byte's upper half. Blocks run across the ends of rows."""
+    """Dequantise nf4. A byte's upper half is the first of its two values. Blocks continue across rows."""
     state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
     if list(state["shape"]) != [outputs, inputs] or state["blocksize"] != 64:
         raise ModelError(f"its state says shape {state['shape']} in blocks of {state['blocksize']}")
@@ -81,7 +83,7 @@ _FORMS = {"FP8": _fp8, "AWQ": _awq, "GPTQ": _gptq, "compressed-tensors": _packed
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the unsigned values in each row's 32-bit words, the lowest bits first."""
+    """Unpack the unsigned values in each row's 32-bit words, lowest bits first."""
     data = words.contiguous().view(torch.uint8)
     return data if bits == 8 else torch.stack([data & 15, data >> 4], -1).flatten(-2)
 

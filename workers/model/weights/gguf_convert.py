@@ -1,4 +1,5 @@
-"""Converts a GGUF file to a model directory: safetensors and tokenizer.json, under the family's own names."""
+"""Converts a GGUF file to a model directory with safetensors and tokenizer.json, as the family's authors
+publish."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,7 @@ _SHARD_BYTES = 2 << 30
 
 
 def convert_gguf(path: Path, work: Path) -> None:
-    """Convert a GGUF file into a model directory, the folder `work`. Raises ModelError."""
+    """Convert a GGUF file into a model directory in the folder `work`. Raises ModelError."""
     source = GgufSource(path)
     config = source.config()
     _write_json(work / "config.json", config)
@@ -26,7 +27,7 @@ def convert_gguf(path: Path, work: Path) -> None:
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(source, work)
     check_chat_template(work)
-    read_config(work)  # refuse a model before converting its weights
+    read_config(work)  # refuse an unsupported model before converting its weights
     _write_weights(source, work)
 
 

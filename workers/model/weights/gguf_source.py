@@ -1,4 +1,4 @@
-"""Reads configuration and weights of a GGUF file under our names."""
+"""Reads the configuration and the weights of a GGUF file, under our names."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -43,8 +43,8 @@ _EXPERTS = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b": "mlp.gate.e_score_correction",
 }
-"""Names in mixtures of experts. A tensor of all experts' matrices has braces, which an expert's number
-replaces."""
+"""Names of tensors in mixtures of experts. Braces mark tensors with the matrices of all experts; each
+expert's number replaces them."""
 _EXPERT_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -66,7 +66,7 @@ _TOLD_BY = {
     "mlp_bias": "ffn_up.bias",
     "use_qk_norm": "attn_q_norm.weight",
 }
-"""Keys of config.json that are true if a block has this tensor."""
+"""Keys of config.json that are true if the first layer has this tensor."""
 
 _READ = frozenset(
     """vocab_size context_length embedding_length block_count feed_forward_length tensor_data_layout
@@ -75,14 +75,14 @@ _READ = frozenset(
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
     rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow""".split()
 )
-"""Keys that are read, or that change nothing."""
+"""Metadata keys that are read, or that have no effect."""
 _FACTORS = """attention.output_scale logit_scale embedding_scale residual_scale
     rope.scaling.yarn_ext_factor""".split()
-"""Keys whose value 1 changes nothing."""
+"""Metadata keys that have no effect if their value is 1."""
 
 
 class GgufSource:
-    """A memory-mapped GGUF file with all its parts. Tensors are dequantised one by one."""
+    """A memory-mapped GGUF file, with all its parts. Each tensor is dequantised when it is read."""
 
     def __init__(self, path: str | Path) -> None:
         parts = gguf_parts(Path(path))
@@ -115,7 +115,7 @@ class GgufSource:
 
     @property
     def _layers(self) -> int:
-        """The model's layers. Layers after them, which predict further tokens, do not count."""
+        """Number of layers, without the multi-token-prediction layers at the end."""
         return int(self.model_field("block_count")) - self._predicting
 
     @property
@@ -130,7 +130,7 @@ class GgufSource:
         return "num_experts" in self.family.implied
 
     def _places(self, blocks: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, int | None]]]:
-        """Yield our name of each tensor, the file's name, and the number of its expert."""
+        """Yield our name of each tensor, with its name in the file and its expert's number."""
         predicting = tuple(f"blk.{self._layers + n}." for n in range(self._predicting))
         for name in self._tensors.keys() - {*_ROPE_FACTORS}:
             if name.startswith(predicting):
@@ -141,7 +141,7 @@ class GgufSource:
                 yield own.format(expert), (name, expert)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in Hugging Face's layout, in float32 or the file's own unquantised dtype."""
+        """Return a tensor in Hugging Face's layout. A quantised tensor becomes float32."""
         stored, expert = self._names[name]
         data = _to_torch(self._tensors[stored], expert)
         if self._gguf.permuted and name.split(".")[-2] in ("q_proj", "k_proj"):
@@ -154,7 +154,7 @@ class GgufSource:
         return data
 
     def read_compact(self, name: str) -> torch.Tensor:
-        """Return a tensor, as bf16 if it is quantised in the file."""
+        """Return a tensor. A quantised tensor becomes bf16."""
         data = self.read(name)
         kind = self._tensors[self._names[name][0]].tensor_type.name
         return data if kind in ("F32", "F16") else data.to(torch.bfloat16)
@@ -227,8 +227,8 @@ class GgufSource:
         return config
 
     def _window_layers(self) -> dict[str, Any]:
-        """Read the pattern: a list names the layers with windows; with a number n, every n-th layer has
-        none."""
+        """Read which layers have sliding windows: a list has an entry per layer; with a number n, every n-th
+        layer has no window."""
         pattern = self.model_field(_PATTERN, 0) if self._has_windows else 0
         if isinstance(pattern, list):
             return {
@@ -302,8 +302,8 @@ class GgufSource:
         return factors
 
     def _yarn(self, factor: float, attention: float) -> dict[str, float]:
-        """Read YaRN's keys. llama.cpp multiplies YaRN's temperature by attn_factor. Hugging Face stores the
-        product as yarn_attn_factor, which llama.cpp ignores: both must agree."""
+        """Read YaRN's keys. llama.cpp multiplies YaRN's temperature by attn_factor and ignores
+        yarn_attn_factor, which Hugging Face uses. Raises ModelError if the two disagree."""
         if self.has_field(self._yarn_key("log_multiplier")):  # as in DeepSeek-V2, where mscale is 1
             return {"mscale": 1.0, "mscale_all_dim": self._rope_number("yarn_log_multiplier")} | self._betas()
         temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -333,7 +333,8 @@ def _split(reader: Any, key: str, default: int) -> int:
 
 
 def _is_inert(value: Any, wanted: Any) -> bool:
-    """Return whether a key's value changes nothing: it is `wanted`, or zero for a factor or an unused key."""
+    """Return whether a key's value has no effect: it equals `wanted`, or is zero for a factor or an unused
+    key."""
     if isinstance(wanted, float):
         return isinstance(value, int | float) and (value == 0 or math.isclose(value, wanted, rel_tol=1e-6))
     return bool(value == wanted) if wanted else not value
@@ -373,7 +374,7 @@ def _unpermute(rows_OI: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _shortest_float(value: float) -> float:
-    """Return the shortest decimal of a float32: 1e-5 went through float32 into the file."""
+    """Return the shortest decimal number of a float32: 1e-5, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 

@@ -1,7 +1,7 @@
-"""Makes tokenizer.json and end tokens from a GGUF file's metadata, as llama.cpp reads it.
+"""Makes tokenizer.json and end-of-sequence tokens from a GGUF file's metadata, as llama.cpp reads it.
 
-`gpt2` is byte-level BPE: the file lists merges and names the rule that cuts text into words. `llama` is
-sentencepiece's BPE: the pair that makes the best-scored piece merges first.
+The model `gpt2` is byte-level BPE: the file lists merges and names the rule that splits text into words. The
+model `llama` is sentencepiece's BPE: the pair whose merged piece has the best score merges first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,9 @@ class Metadata(Protocol):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Splits text into words. Each regex splits the pieces left by the ones before it.
+    """Splits text into words. Each regex in `splits` splits the pieces that earlier ones have left.
 
-    `add_bos` is the default for files without this key.
+    `add_bos` is the default for files without a key for it.
     """
 
     splits: tuple[str, ...]
@@ -89,14 +89,14 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     )
     for name in names.split()
 }
-"""`tokenizer.ggml.pre` → how llama.cpp cuts text (its src/llama-vocab.cpp), without `nfc`. Regexes are the
-models' own."""
+"""llama.cpp's rules for splitting text, by `tokenizer.ggml.pre` (from its src/llama-vocab.cpp, except `nfc`).
+The regexes are those of the original models."""
 
 _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|end_of_turn|> <end_of_turn> <|endoftext|> <|end_of_text|> "
     "<EOT> [EOT] <｜end▁of▁sentence｜>".split()
 )
-"""Tokens that end a turn or a text. Few files have keys for more than one."""
+"""Tokens that end a turn or a text. Few GGUF files name more than one of them in their metadata."""
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {}}
 
@@ -169,7 +169,7 @@ def _special_id(metadata: Metadata, key: str) -> int | None:
 
 
 def _added_tokens(metadata: Metadata, tokens: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the tokens at which text is cut first. Answers leave the special ones out."""
+    """Return the added tokens, at which text is split first. Special tokens are not shown in answers."""
     types = list(enumerate(_types(metadata, tokens)))
     special = {id_ for id_, kind in types if kind in (TokenType.CONTROL, TokenType.UNKNOWN)}
     special |= {id_ for id_ in (*end_ids(metadata), _special_id(metadata, "bos")) if id_ is not None}
@@ -268,7 +268,7 @@ def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, An
 
 
 def _merges(scores: Mapping[str, float]) -> list[list[str]]:
-    """List all pairs that make a piece: the best score first, then the longest left part."""
+    """List all pairs that merge into a piece, best score first, then longest left part first."""
     if len(scores) > 1 and len(set(scores.values())) == 1:
         raise ModelError(
             "GGUF tokenizer.ggml.scores are all equal, so which pieces merge first is not known: "

@@ -10,14 +10,14 @@ from deltafront.workers.model.weights.sources import open_safetensors
 
 
 class LoraAdapter:
-    """An adapter in a directory. Raises ModelError as `AdapterFiles.read`."""
+    """A LoRA adapter in a directory. Raises ModelError as `AdapterFiles.read` does."""
 
     def __init__(self, directory: str | Path, model: ModelConfig) -> None:
         self._files = AdapterFiles.read(directory, model)
         self._tensors = open_safetensors(self._files.weights)
 
     def merge(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Return W + B·A·scale in float32; the weight itself if the adapter has none for `name`."""
+        """Return W + B·A·scale in float32; the weight itself if the adapter does not change `name`."""
         sides = self._files.modules.get(name.removesuffix(".weight"))
         if not name.endswith(".weight") or sides is None:
             return weight_OI

@@ -16,7 +16,7 @@ class MixtureWeights:
     Args:
         router_EC: Never quantised, since a rounded router would choose other experts; float32 if there is a
             bias_E.
-        gate_up, down: All experts' matrices, stacked by rows. Each gate is followed by its up.
+        gate_up, down: The matrices of all experts, concatenated by rows: gate, up, gate, up, …
         bias_E: Added to the probabilities when experts are chosen, float32.
         shared_gate_up, shared_down: The matrices of the shared expert.
         shared_gate_1C: Its output is multiplied by the sigmoid of x · shared_gate_1Cᵀ. None: by 1.
@@ -46,7 +46,7 @@ class MixtureWeights:
         return sum_TC.add_(shared_TC)
 
     def compile(self) -> None:
-        """Compile the kernels for all numbers of tokens."""
+        """Compile the kernels for any number of tokens."""
         gate_up, down = self.gate_up.stored, self.down.stored
         compile_mixture(self.config.experts, gate_up, down, self._router, self._dtype)
         for shared in (self.shared_gate_up, self.shared_down):

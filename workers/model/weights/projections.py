@@ -1,4 +1,4 @@
-"""Linear layers: all GEMMs with weights, in decoder and output head. To add a weight format, change this file
+"""Linear layers: all GEMMs with weights in decoder and output head. To add a weight format, change this file
 and `stack_weights`.
 
 Shape suffixes also: I input width, O output width.
@@ -19,12 +19,12 @@ from deltafront.kernels.layers.swiglu import geglu, squared_relu, swiglu
 
 @dataclass(frozen=True)
 class Linear:
-    """Computes x_TI · weightᵀ + bias, in the weight's dtype."""
+    """Computes x_TI · weight_OIᵀ + bias_O, in the weight's dtype."""
 
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None = None
     quantised: ClassVar[bool] = False
-    """True if inputs should be rows of e4m3."""
+    """Whether inputs should be quantised to e4m3."""
 
     @property
     def stored(self) -> LinearInput:
@@ -34,7 +34,7 @@ class Linear:
         return linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def gated(self, x_TI: LinearInput) -> LinearInput:
-        """Return SiLU(gate) · up, in the format of the next linear layer's input."""
+        """Return SiLU(gate) · up, in the input format of the next linear layer."""
         return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def gelu_gated(self, x_TI: LinearInput) -> LinearInput:
@@ -46,14 +46,14 @@ class Linear:
         return squared_relu(self(x_TI), fp8=False)
 
     def compile(self) -> None:
-        """Compile the kernels for prefill's large M."""
+        """Compile the GEMM kernels for large M, as in prefill."""
         compile_gemms(self.weight_OI)
 
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """A linear layer with weights in e4m3 and a scale for each output channel. `dtype` is that of its
-    outputs."""
+    """A linear layer with weights in e4m3 and a scale for each output channel. Its outputs have dtype
+    `dtype`."""
 
     weight: Fp8Rows
     bias_O: torch.Tensor | None

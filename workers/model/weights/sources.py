@@ -26,11 +26,11 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """Reads safetensors files. A file is opened when one of its tensors is first read.
+    """Reads safetensors files. A file is opened when the first of its tensors is read.
 
     Args:
-        files: Tensor names in the files → files.
-        stored_names: Our tensor names → names in the files.
+        files: The file of each tensor, by the tensor's name in the files.
+        stored_names: The name of each tensor in the files, by our name.
     """
 
     def __init__(self, files: Mapping[str, Path], stored_names: Mapping[str, str]) -> None:
@@ -55,9 +55,9 @@ class SafetensorsSource:
 
 
 class QuantisedSource:
-    """Reads a quantised checkpoint as dequantised matrices.
+    """Reads a quantised checkpoint and returns dequantised matrices.
 
-    `check_weights` must have passed. `shapes` has all of the model's tensors.
+    Call `check_weights` first. `shapes` has the shapes of all of the model's tensors.
     """
 
     def __init__(self, source: WeightSource, form: Quantised, shapes: Mapping[str, Shape]) -> None:
@@ -73,7 +73,7 @@ class QuantisedSource:
         return self._names
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a quantised matrix in float32, or another tensor as it is stored. Raises ModelError."""
+        """Return a quantised matrix in float32, any other tensor as stored. Raises ModelError."""
         stem, shape = name.removesuffix("weight"), self._shapes.get(name, ())
         if stem not in self._matrices or len(shape) != 2:
             return self._source.read(name)

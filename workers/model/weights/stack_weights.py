@@ -1,7 +1,7 @@
-"""Reads a stage's share of the weights, fused into few matrices. Shape suffixes also: J = H + G.
+"""Loads a stage's share of the weights, fused into few matrices. Shape suffixes also: J = H + G.
 
-A tensor-parallel rank of a decode worker has a part of each (Megatron-LM, Shoeybi et al. 2019, section 3):
-its heads' rows of q, k and v, its rows of gate and up, the matching columns of the output and down
+A tensor-parallel rank of a decode worker has a part of each matrix (Megatron-LM, Shoeybi et al. 2019, section
+3): its heads' rows of q, k and v, its rows of gate and up, the matching columns of the output and down
 projections, and its rows of the output head.
 """
 
@@ -43,12 +43,12 @@ _ROTATED = ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
-    """The part of a model that a stage holds.
+    """The part of a model that a stage or rank loads.
 
     Args:
-        layers, mlps: It has the attention of `layers` and the MLPs of `mlps` (None: the same layers).
+        layers, mlps: The layers whose attention, and those whose MLP it computes (None: the same layers).
         embedding, head: Whether it has the embedding and the output head.
-        adapter: A LoRA adapter's directory.
+        adapter: The directory of a LoRA adapter.
         quantisation: The format of the layers' matrices; None: `dtype`.
         rank, ranks: The tensor-parallel rank and the number of ranks.
     """
@@ -75,8 +75,8 @@ class StackSpec:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """The weights of a layer's attention. input_norm_C and output_norm_C are None in families without
-    them."""
+    """The weights of a layer's attention. input_norm_C and output_norm_C are None in families without these
+    norms."""
 
     input_norm_C: torch.Tensor | None
     qkv: Linear | Fp8Linear
@@ -87,7 +87,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """The weights of a layer's MLP. gate_up has only up if there is no gate. Norms as in AttentionWeights."""
+    """The weights of a layer's MLP. Without a gate, gate_up has only up. Norms are as in AttentionWeights."""
 
     input_norm_C: torch.Tensor | None
     gate_up: Linear | Fp8Linear
@@ -110,7 +110,7 @@ Half = TypeVar("Half", AttentionWeights, MlpWeights | MixtureWeights)
 
 
 class _Reader:
-    """Reads a stage's tensors. Several threads use it at once."""
+    """Reads a stage's tensors. Several threads may use it at once."""
 
     def __init__(self, source: WeightSource, spec: StackSpec) -> None:
         self.source, self.spec = source, spec
@@ -121,10 +121,11 @@ class _Reader:
         self._channels_D = rotary_order(spec.config)
 
     def get(self, *names: str, split: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return tensors, one below the other; if `split` is given, this rank's parts of them along that
+        """Return tensors, concatenated by rows. If `split` is given, take this rank's part of each along that
         dimension.
 
-        On a CPU a single tensor is the file's own memory if its dtype fits. `dtype` None means the stack's.
+        On a CPU, a single tensor shares the file's memory if it already has the dtype. `dtype` None means the
+        stack's.
         """
         dtype = dtype or self.spec.dtype
         fused = split is not None and self.spec.ranks > 1
@@ -142,8 +143,8 @@ class _Reader:
         return self.norm_weight(f"{module}.weight") if f"{module}.weight" in self._shapes else None
 
     def norm_weight(self, name: str, split: int | None = None) -> torch.Tensor:
-        """Return a norm's weights: in float32 if the family adds an offset, because 16 bits would round the
-        sum."""
+        """Return a norm's weights, with the family's offset added. The sum is float32, since 16 bits would
+        round it."""
         if not (offset := self.spec.config.norm_offset):
             return self.get(name, split=split)
         return self.part(self._read(name).float() + offset, split).to(self.spec.device)
@@ -158,7 +159,8 @@ class _Reader:
         return torch.split(tensor, rows)
 
     def part(self, tensor: torch.Tensor, split: int | None) -> torch.Tensor:
-        """Return this rank's part. If parts are unequal, the last ones are padded with zeros."""
+        """Return this rank's part of a tensor along dimension `split`. If it does not divide evenly, the last
+        parts are padded with zeros."""
         ranks = self.spec.ranks
         if split is None or ranks == 1:
             return tensor
@@ -171,10 +173,10 @@ class _Reader:
         return torch.cat([part, rest], split)
 
     def linear(self, *modules: str, split: int) -> Linear:
-        """Return modules with the same inputs as one layer.
+        """Return modules with the same inputs as one linear layer.
 
-        With split 0 ranks share its outputs. With split 1 they share its inputs, and the first rank adds the
-        bias.
+        With split 0, each rank computes a part of the outputs. With split 1, each rank has a part of the
+        inputs, and only rank 0 adds the bias.
         """
         weight_OI = self.get(*(f"{module}.weight" for module in modules), split=split)
         biases = [f"{module}.bias" for module in modules]
@@ -194,8 +196,8 @@ class _Reader:
         return self._arranged(name, tensor if self._adapter is None else self._adapter.merge(name, tensor))
 
     def _arranged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reorder the channels of q's and k's heads as kernels rotate them (`rotary_order`). Scores stay the
-        same."""
+        """Reorder the channels of q's and k's heads as the RoPE kernel expects (`rotary_order`). This does
+        not change scores."""
         module, config = name.split(".")[-2], self.spec.config
         if self._channels_D is None or module not in _ROTATED:
             return tensor
@@ -204,7 +206,8 @@ class _Reader:
         return torch.cat([heads[:turned, self._channels_D], heads[turned:]]).view(tensor.shape)
 
     def quantised(self, half: Half) -> Half:
-        """Quantise a half's matrices. Only one thread may, because it launches kernels."""
+        """Quantise the matrices of attention or MLP. Only one thread may call this, because it launches
+        kernels."""
         if self.spec.quantisation is None:
             return half
         matrices: dict[str, Any] = {
@@ -213,13 +216,14 @@ class _Reader:
         return replace(half, **matrices)
 
     def refuse_left_over(self, prefix: str, elsewhere: tuple[str, ...]) -> None:
-        """Refuse tensors without a place: a bias left out would make another model.
+        """Raise ModelError if a layer has tensors that the decoder does not use, since ignoring a bias would
+        change the model.
 
-        Names that begin with one of `elsewhere` are left to another stage.
+        Another stage loads the tensors whose names begin with one of `elsewhere`.
         """
         left = {name for name in self.source.names() if name.startswith(prefix)} - self._shapes.keys()
         left = {name for name in left if not name.removeprefix(prefix).startswith(elsewhere)}
-        left -= {f"{prefix}self_attn.rotary_emb.inv_freq"}  # old checkpoints have it; config.json implies it
+        left -= {f"{prefix}self_attn.rotary_emb.inv_freq"}  # in old checkpoints; follows from config.json
         if left:
             raise ModelError(f"the decoder has no place for tensors {', '.join(sorted(left))}")
 
@@ -231,10 +235,11 @@ class _Reader:
 
 
 def rotary_order(config: ModelConfig) -> torch.Tensor | None:
-    """Return the order of a head's channels in which channel f rotates with channel f + D/2; None: as stored.
+    """Return the order of a head's channels in which channel f is rotated with channel f + D/2; None: as
+    stored.
 
-    Channels without rotation come last in each half. With D = 4 and interleaved RoPE the order is [0, 2, 1,
-    3]. With D = 8 and rotary_dim 4 it is [0, 1, 4, 5, 2, 3, 6, 7].
+    Channels without rotation come last in each half. With D = 4 and interleaved RoPE the order is
+    [0, 2, 1, 3]. With D = 8 and rotary_dim 4 it is [0, 1, 4, 5, 2, 3, 6, 7].
     """
     dim, turned = config.head_dim, config.rotary_dim or config.head_dim
     if turned == dim and not config.interleaved_rope:
@@ -246,10 +251,11 @@ def rotary_order(config: ModelConfig) -> torch.Tensor | None:
 
 
 def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> StackWeights:
-    """Read tensors, merge the adapter in float32, cast, copy to the device and quantise.
+    """Load a stack's weights: read tensors, merge the adapter in float32, cast, copy to the device and
+    quantise.
 
     Raises:
-        ModelError: Weights are missing, left over, misshapen or quantised, or the adapter does not fit.
+        ModelError: Weights are missing, superfluous, misshapen or quantised, or the adapter does not fit.
     """
     read = _Reader(open_weights(directory), spec)
     read.require_no_more_than(spec.config.layers)
@@ -265,8 +271,8 @@ def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> S
 
 
 def _read_ends(read: _Reader) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Read embedding and output head. As in transformers 5, one of two tied tables may be missing, and tables
-    that differ stay apart."""
+    """Read embedding and output head. As in transformers 5, one of two tied tensors may be missing, and
+    tensors that differ are not tied."""
     spec, names = read.spec, read.source.names()
     tied = spec.config.tied_embeddings and (not {EMBEDDING, HEAD} <= names or _tables_are_equal(read))
     embedding, head = EMBEDDING, HEAD
@@ -345,7 +351,7 @@ def _read_mlp(read: _Reader, prefix: str) -> MlpWeights:
 
 
 def _read_matrices(read: _Reader, *modules: str) -> tuple[Linear, Linear]:
-    """Return the matrices of MLPs, one below the other. Ranks share each MLP's columns."""
+    """Return gate_up and down of MLPs, concatenated by rows. Each rank has a part of every MLP's columns."""
     gate_up = [f"{module}.{name}" for module in modules for name in read.spec.config.gate_up_modules]
     return read.linear(*gate_up, split=0), read.linear(*(f"{m}.down_proj" for m in modules), split=1)
 

@@ -1,6 +1,6 @@
-"""Converts tekken.json, which may be the only tokenizer in Mistral's repositories, to a tokenizer.json.
+"""Converts tekken.json to a tokenizer.json. It is the only tokenizer in some of Mistral's repositories.
 
-Its tokens are byte strings with a rank. The pair that makes the token of the lowest rank merges first.
+Its tokens are byte strings with ranks. The pair that merges into the token of the lowest rank merges first.
 Control tokens have the first ids (mistral-common, `tokens/tokenizers/tekken.py`).
 """
 
@@ -24,9 +24,10 @@ CHAT_TEMPLATE = (
     "{% else %}{{ raise_exception('only system, user and assistant have messages here') }}{% endif %}"
     "{% endfor %}"
 )
-"""Messages as of version 7 of Mistral's tokenizers, without tools."""
+"""The chat template of version 7 of Mistral's tokenizers, without tools."""
 _PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}
-"""Bytes that stand for themselves in a byte-level vocabulary. The others follow after 255."""
+"""Bytes that a byte-level vocabulary writes as the same character. The others become characters from 256
+on."""
 
 
 def tekken_of(directory: Path) -> Tekken:
@@ -63,7 +64,8 @@ class Tekken:
             raise ModelError(f"{self.path}: its tokens are not numbered from 0 without a gap")
         unused = {id_: (f"<SPECIAL_{id_}>", True) for id_ in range(len(special), before)}
         self.special = special | unused
-        """By id: the text, and whether answers leave it out."""
+        """The special tokens by id: the text, and whether it is a control token, which answers do not
+        show."""
 
     @property
     def has_system_prompts(self) -> bool:
@@ -109,7 +111,7 @@ def _letters() -> dict[int, str]:
 
 
 def _merges(texts: list[str]) -> list[list[str]]:
-    """List all pairs that make a token, in the order of ranks."""
+    """List all pairs that merge into a token, in the order of the tokens' ranks."""
     known = frozenset(texts)
     return [
         [text[:cut], text[cut:]]

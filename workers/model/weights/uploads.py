@@ -1,7 +1,7 @@
-"""Copies weights from files to a GPU through pinned memory.
+"""Copies weights from memory-mapped files to a GPU through pinned buffers.
 
-One thread reads mapped memory far more slowly than storage and PCIe allow. So several threads fill two pinned
-buffers each, alternately, while full buffers are copied to the GPU.
+One thread reads mapped memory far more slowly than storage and PCIe allow. Several threads are therefore
+used, each with two pinned buffers: it fills one while the other is copied to the GPU.
 """
 
 import os
@@ -19,18 +19,18 @@ Made = TypeVar("Made")
 THREADS = min(8, os.cpu_count() or 1)
 _BUFFER_BYTES = 32 << 20
 Buffer = tuple[torch.Tensor, Any]
-"""Pinned bytes, and the event after which they may be filled again."""
+"""Pinned memory, and the CUDA event after which it may be filled again."""
 
 
 class Uploads:
-    """Copies tensors to a device, on its current stream. Any number of threads may call `copy`."""
+    """Copies tensors to a device, on its current stream. Several threads may call `copy` at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._own = threading.local()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a tensor. `target` is contiguous and on the device."""
+        """Copy a tensor. `target` must be contiguous and on the device."""
         if self._device.type != "cuda" or source.dtype != target.dtype:
             target.copy_(source)
             return
@@ -58,9 +58,8 @@ def _pinned() -> Buffer:
 
 
 def in_threads(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> Iterator[Made]:
-    """Yield make(item) for each item, in order. Threads run at most `threads` + 1 items ahead of the
-    caller.
-    """
+    """Compute make(item) in threads, and yield the results in order. At most `threads` + 1 items are computed
+    before the caller takes the next result."""
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[Made]] = deque()
         try:
