@@ -2,8 +2,8 @@
 
 Facts, texts and counts follow the paper (section 3, appendix B). Each question has three wordings, and the
 document's seed chooses one. RULER counts the right answers in one output. We ask for one answer at a time,
-each after the earlier ones, and any remaining answer is right: `about` names the turn, and
-`questions.by_subject` takes the best answer. RULER's example before common words and chains is left out.
+each after the earlier ones, and accept any remaining answer. The questions of one turn have the same `about`,
+and `questions.by_subject` takes the best of them. RULER's example before common words and chains is left out.
 """
 
 from __future__ import annotations

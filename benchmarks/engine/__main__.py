@@ -2,8 +2,8 @@
 
     python -m deltafront.benchmarks.engine --stages 1 2 --cases ttft peers products decode ready
 
-Attention of random weights is uniform, so a threshold would keep nearly all tiles. `dpxa` therefore keeps a
-fixed share of each row's tiles, with the usual scores and ranking. Every start-up is a row: `ready_cold` if
+With random weights attention is nearly uniform, so a threshold would keep most tiles. `dpxa` therefore keeps
+a fixed share of each row's tiles, with the usual scores and ranking. Every start-up is a row: `ready_cold` if
 the kernel cache was empty, else `ready_warm`. `--decode-gpu last` decodes on a stage's GPU; `mapped` does,
 too, with one copy of weights and KV cache; `own` decodes on a further GPU, `none` on the CPU (for TTFT only).
 `gpus` in rows counts the GPUs of prefill.

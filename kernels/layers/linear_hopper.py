@@ -38,8 +38,8 @@ _LOG2E = gl.constexpr(LOG2E)
 
 
 class LinearWork(NamedTuple):
-    """Sizes of one launch: tiles, and steps of DEPTH columns. `apart`: distance of a tile's two pieces in the
-    weights, in rows."""
+    """Sizes of one launch: tiles, and steps of DEPTH columns. `apart`: Number of weight rows from a tile's
+    first piece to its second."""
 
     row_tiles: gl.tensor
     column_tiles: gl.tensor

@@ -121,7 +121,7 @@ def test_prefills_questions_in_the_prompt_with_the_method(
         reader.read(document, "dense", 128)
 
 
-def test_merging_partial_attention_equals_attention() -> None:
+def test_merged_attention_of_document_and_question_is_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, 5, n, 16, generator=generator) for n in (6, 2, 2))
     k_GSD, v_GSD = (torch.randn(2, 40, 16, generator=generator) for _ in range(2))
@@ -181,7 +181,7 @@ def test_refuses_to_decode_answers_of_one_token(reader: Reader) -> None:
         AnswerDecoder(reader, [Question("a", (1, 2), (3,))])
 
 
-def test_fewer_pages_give_a_smaller_attended_share(
+def test_a_smaller_page_budget_reads_a_smaller_share_of_pages(
     reader: Reader, decoder: AnswerDecoder, asked: list[Question]
 ) -> None:
     few = decoder.decode(parse_selection("1,3:4:2", 5))
@@ -269,7 +269,8 @@ def test_reader_returns_density_and_tail_rows_across_chunks(reader: Reader) -> N
 def test_short_context_logits_equal_token_by_token_prefill(
     reader: Reader, length: int, tail: int, context: int
 ) -> None:
-    """Each token is predicted from the `context` tokens before its part, and the part's earlier tokens."""
+    """The expected log-probability of a token comes from a prefill of only the `context` to 2 · `context`
+    tokens before it."""
     document, expected = ids(length, 3), []
     with torch.inference_mode():
         for at in range(length - tail + 1, length):

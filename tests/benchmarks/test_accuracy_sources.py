@@ -31,7 +31,7 @@ def test_default_packages_exclude_texts_used_before(tmp_path: Path) -> None:
         main([str(tmp_path), "--packages", "no-such-package"])
 
 
-def test_far_joins_two_packages_that_no_other_text_uses(
+def test_option_far_joins_two_packages_that_no_other_text_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(FAR) == len(set(FAR)) == 40

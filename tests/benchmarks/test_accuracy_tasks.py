@@ -73,7 +73,7 @@ def test_asks_for_several_values_of_one_key() -> None:
         assert f"numbers for {question.about} is: {decoded(question.gold).strip()}." in text
 
 
-def test_chain_links_appear_in_order() -> None:
+def test_documents_contain_the_links_of_a_chain_in_order() -> None:
     document = made("chains", 1000, 4)
     text = decoded(document.ids)
     assert len(document.questions) == 4 * VALUES

@@ -235,7 +235,7 @@ def ttft(case: str, seconds: float, gpus: int = 1, **parts: float) -> rows.Row:
     return {**rows.row(case, seconds, "s", tokens=1024, gpus=gpus, density=0.5), "parts": parts}
 
 
-def test_compares_groups_with_the_same_number_of_stages(tmp_path: Path) -> None:
+def test_derives_throughput_ratios_of_groups_with_equal_stages(tmp_path: Path) -> None:
     one = rows.throughput_row("dpxa", 0.5, 1024, gpus=2, groups=1)
     other = rows.throughput_row("dpxa", 0.3, 1024, gpus=4, groups=1)
     two = rows.throughput_row("dpxa", 0.98, 1024, gpus=4, groups=2)
@@ -288,7 +288,7 @@ def test_merges_rows_of_several_runs_into_one_file(tmp_path: Path) -> None:
     assert "| ttft_dpxa | 1024 | 2 | 0.500 | 2.5 s |" in table
 
 
-def test_derives_full_over_delta_from_batched_decode() -> None:
+def test_derives_the_ratio_of_full_to_delta_decode() -> None:
     made = [
         rows.row(f"batch4_token_{name}", ms, "ms", tokens=512)
         for name, ms in (("full", 20.0), ("delta", 8.0))
@@ -332,7 +332,7 @@ def test_counts_a_tokens_experts_as_one_mlp() -> None:
     assert widths[3::4][:2] == [192, 3 * 64], "the first layer has no experts"
 
 
-def test_last_layer_runs_only_the_last_block_past_its_qkv() -> None:
+def test_the_last_layer_computes_only_the_last_block_after_qkv() -> None:
     every = list(products(SHAPE, 400, 256))
     assert [rows for rows, _, _ in every] == [256] * (2 * 4 + 1) + [144] * (2 * 4 + 1) + [16] * 3
     assert [one[1:] for one in every[8:13]] == [matrices(SHAPE)[0], *matrices(SHAPE)]

@@ -90,7 +90,7 @@ def test_plain_read_reads_all_files_and_names_missing_ones(tmp_path: Path) -> No
         tiers.plain_read([*files, tmp_path / "none"])
 
 
-def test_only_the_cached_case_enables_prefix_reuse(tmp_path: Path) -> None:
+def test_only_the_cached_case_enables_the_prefix_cache(tmp_path: Path) -> None:
     run = Run(parsed(["--cases", "cached", "--shape", "tiny", "--tokens", "4096", "--turn-tokens", "20000"]))
     doors = [run.setup(1, None, remembers=remembers).content()["door"] for remembers in (False, True)]
     assert [door["prefix_reuse"] for door in doors] == [False, True]

@@ -81,7 +81,7 @@ def test_anchor_scan_kernel_equals_the_cpu_form(rows: int, chunk: int, dtype: to
 
 
 @pytest.mark.parametrize("run", [cpu_scan, kernel_scan])
-def test_scan_joins_duplicate_rows_but_not_zero_rows(run: object) -> None:
+def test_anchor_scan_joins_duplicate_rows_but_not_zero_rows(run: object) -> None:
     assert callable(run)
     same = torch.ones(1, 1, 256, 16, device=DEVICE) * 0.37
     assert run(same, 0.99).runs_BGC.tolist() == [[[1, 1]]]
@@ -90,7 +90,7 @@ def test_scan_joins_duplicate_rows_but_not_zero_rows(run: object) -> None:
     assert run(zeros, 0.0).runs_BGC.tolist() == [[[1, 1]]]
 
 
-def test_kernel_scans_rows_that_are_not_contiguous() -> None:
+def test_anchor_scan_kernel_accepts_strided_rows() -> None:
     x = drifting_rows(200, heads=3, dim=32).transpose(1, 2).contiguous().transpose(1, 2)
     assert not x.is_contiguous()
     expected = cpu_scan(x.contiguous(), 0.7)
@@ -109,7 +109,7 @@ def test_kernel_scans_rows_that_are_not_contiguous() -> None:
         ((1, 1, 128, 16), (float("nan"), 128)),
     ],
 )
-def test_scan_refuses_bad_shapes_and_thresholds(
+def test_anchor_scan_refuses_bad_shapes_and_thresholds(
     run: object, shape: tuple[int, ...], arguments: tuple[float, int]
 ) -> None:
     assert callable(run)
@@ -117,7 +117,7 @@ def test_scan_refuses_bad_shapes_and_thresholds(
         run(torch.zeros(shape, device=DEVICE), *arguments)
 
 
-def test_kernel_refuses_odd_head_dimensions_and_dtypes() -> None:
+def test_anchor_scan_kernel_refuses_bad_head_dimensions_and_dtypes() -> None:
     with pytest.raises(KernelInputError, match="head dimension 48"):
         kernel_find_anchors(torch.zeros(1, 1, 128, 48, device=DEVICE), 0.7)
     with pytest.raises(KernelInputError, match="dtype"):

@@ -59,7 +59,7 @@ def test_counts_compiled_and_cached_kernel_specialisations(tmp_path: Path) -> No
     assert "kernel kernel was compiled" in run.stderr
 
 
-def test_counts_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_no_compilations_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     counted = watch("cpu")
     assert counted.phases == (("warm_up", 0), ("serving", 0))
     with caplog.at_level(logging.WARNING):

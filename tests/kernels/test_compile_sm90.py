@@ -63,7 +63,7 @@ def test_every_kernel_that_is_launched_has_compile_cases() -> None:
 
 
 def test_no_two_kernels_share_a_name() -> None:
-    """`test_every_kernel_that_is_launched_has_compile_cases` compares names."""
+    """`test_every_kernel_that_is_launched_has_compile_cases` identifies kernels by name."""
     named = [name for path in sources() for name in jitted(ast.parse(path.read_text()))]
     assert len(named) == len(set(named)), sorted(name for name in named if named.count(name) > 1)
 
@@ -80,7 +80,7 @@ def records() -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_compiles_for_sm90(path: Path, records: list[dict[str, Any]]) -> None:
+def test_every_kernel_compiles_for_sm90(path: Path, records: list[dict[str, Any]]) -> None:
     of_file = [record for record in records if record["file"] == str(path)]
     assert of_file
     for record in of_file:

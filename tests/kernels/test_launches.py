@@ -87,7 +87,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_calls_triton_once_for_each_new_form_of_arguments(launcher: Launcher, name: str) -> None:
+def test_looks_up_a_kernel_once_for_each_new_kind_of_arguments(launcher: Launcher, name: str) -> None:
     arguments, wide = OTHERS[name]
     for _ in range(2):
         launcher[(5,)](X, 32, 7, WIDE=True)
@@ -96,7 +96,7 @@ def test_calls_triton_once_for_each_new_form_of_arguments(launcher: Launcher, na
     assert [len(one.launched) for one in launcher._function.made] == [1, 1]
 
 
-def test_never_passes_64_bit_integers_to_a_kernel_for_32_bits(launcher: Launcher) -> None:
+def test_launcher_never_passes_64_bit_integers_to_a_32_bit_kernel(launcher: Launcher) -> None:
     rows = (7, 1 << 31, 1 << 32, (1 << 31) - 1, -(1 << 31), -(1 << 31) - 1)
     for row in rows:
         launcher[(5,)](X, 32, row, WIDE=True)
@@ -106,28 +106,28 @@ def test_never_passes_64_bit_integers_to_a_kernel_for_32_bits(launcher: Launcher
     assert sorted(seen) == sorted(rows[2:]), "no number is cut"
 
 
-def test_caches_one_kernel_for_each_form_of_descriptor(launcher: Launcher) -> None:
+def test_caches_one_kernel_for_each_kind_of_tma_descriptor(launcher: Launcher) -> None:
     for block in (64, 128, 64, 128):
         launcher[(5,)](SimpleNamespace(form=(torch.float16, block)), 32, 7, WIDE=True)
     assert len(launcher._function.asked) == 2
 
 
-def test_refuses_an_argument_without_a_known_form(launcher: Launcher) -> None:
-    """Without a form, two different descriptors would share one compiled kernel."""
+def test_launcher_refuses_arguments_of_unknown_type(launcher: Launcher) -> None:
+    """A descriptor needs a `form`. Otherwise two different descriptors would share one compiled kernel."""
     with pytest.raises(TypeError, match="argument 0 is SimpleNamespace, of which no form is known"):
         launcher[(5,)](SimpleNamespace(shape=(2, 2)), 32, 7, WIDE=True)
     assert launcher._function.asked == []
 
 
-def test_refuses_a_kernel_whose_constants_do_not_come_last() -> None:
-    """A compiled kernel takes the other arguments first."""
+def test_launcher_refuses_a_kernel_whose_constants_are_not_last() -> None:
+    """The launcher passes constants after all other arguments."""
     function = Function()
     function.params = tuple(reversed(Function.params))  # type: ignore[misc]
     with pytest.raises(TypeError, match="constants must be the last parameters"):
         Launcher(function)
 
 
-def test_calls_triton_for_every_launch_in_the_interpreter() -> None:
+def test_launcher_caches_nothing_in_tritons_interpreter() -> None:
     function = Function()
     function.params = ()  # type: ignore[misc]
     interpreted = Launcher(function)
@@ -136,7 +136,9 @@ def test_calls_triton_for_every_launch_in_the_interpreter() -> None:
     assert [grid for grid, *_ in function.asked] == [(2, 3, 1)] * 3
 
 
-def test_bounds_the_number_of_cached_kernels(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_bounds_the_number_of_cached_kernels(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launches, "_MAX_FORMS", 4)
     for number in range(100):
         launcher[(1,)](X, number, 7, WIDE=True)

@@ -71,7 +71,7 @@ def test_built_in_methods_are_registered_on_import() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OWN))
-def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
+def test_default_options_are_within_bounds_and_build_a_method(name: str) -> None:
     given = {key: option.default for key, option in PRESETS[name].options.items()}
     spec = method_spec(name, given)
     assert spec == method_spec(name) and hash(spec) == hash(method_spec(name))
@@ -118,7 +118,7 @@ def test_converts_option_values_to_the_type_of_their_field() -> None:
     assert type(values["means"]) is bool and type(values["critical"]) is int
 
 
-def test_external_selector_serves_a_prompt(outside: str, tmp_path: Path) -> None:
+def test_a_selector_from_another_package_prefills_a_prompt(outside: str, tmp_path: Path) -> None:
     with pytest.raises(MethodError, match="unknown attention method"):
         method_spec(outside)
     load(outside)

@@ -133,7 +133,7 @@ def test_output_never_depends_on_later_keys(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", "streaming", "delta_kv"])
-def test_output_never_depends_on_later_keys_of_its_block(name: str) -> None:
+def test_rows_never_depend_on_later_keys_of_their_block(name: str) -> None:
     """For methods without scores this is true of every row, not only of whole blocks."""
     x = prompt(700)
     border = 5 * BLOCK - 37
@@ -151,7 +151,7 @@ def test_prefill_in_chunks_equals_prefill_of_the_whole_prompt(name: str, cuts: t
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_one_token_chunks_give_the_same_output(name: str) -> None:
+def test_short_prompts_and_one_token_chunks_give_the_same_output(name: str) -> None:
     for tokens, cuts in ((1, ()), (127, ()), (129, (128,)), (641, (128, 640))):
         x = prompt(tokens, heads=2, key_heads=1)
         found = run(method_of(name), x, cuts)
@@ -175,7 +175,7 @@ def test_output_does_not_depend_on_the_memory_layout_of_heads(name: str) -> None
 
 @pytest.mark.parametrize("group", [3, 4, 8])
 @pytest.mark.parametrize("name", [*METHODS, *FORMS])
-def test_grouped_heads_equal_repeated_keys(name: str, group: int) -> None:
+def test_gqa_equals_attention_with_repeated_keys(name: str, group: int) -> None:
     x = prompt(640, heads=2 * group if group < 8 else 8, key_heads=2 if group < 8 else 1)
     repeated = replace(
         x,
@@ -272,7 +272,7 @@ def test_repeated_runs_give_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_prompt_resumes_bit_for_bit_with_a_new_state(name: str) -> None:
+def test_prefill_resumes_with_a_new_state_and_gives_the_same_bits(name: str) -> None:
     """Resuming needs only the keys and values, not the state of the process that computed them."""
     x, cuts = prompt(), (384, 640, 768, 1152)
     step = resume_step(spec_named(name, LEAN))

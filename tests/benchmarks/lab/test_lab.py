@@ -55,7 +55,7 @@ def test_a_sample_ends_in_one_question_and_contains_its_answers() -> None:
     assert samples(["multivalue"], 1, 4000, {"prose": TEXT}, _decode, seed=4)[0] != made[6]
 
 
-def test_question_may_ask_for_any_key_of_the_document() -> None:
+def test_samples_ask_for_keys_anywhere_in_the_document() -> None:
     made = samples(["multikey_1"], 12, 3000, {"prose": TEXT}, _decode, seed=1)
     places = [_decode(sample.ids).index(sample.answers[0]) / len(sample.ids) for sample in made]
     assert min(places) < 0.3 and max(places) > 0.6
@@ -133,7 +133,7 @@ def test_result_row_counts_lost_and_won_answers() -> None:
     assert "a 1.00 → 0.50" in table([first, made]) and "1 / 2 of 4" in table([first, made])
 
 
-def test_intervals_follow_students_t_and_cover_the_true_ratio() -> None:
+def test_confidence_intervals_cover_the_true_ratio() -> None:
     for degrees, expected in ((10, 2.2281), (30, 2.0423), (179, 1.9733)):  # published 0.975 quantiles
         assert t_quantile(0.975, degrees) == pytest.approx(expected, abs=0.003)
     rng = random.Random(0)

@@ -41,7 +41,7 @@ def test_packing_all_tiles_equals_the_oracle(means: int) -> None:
 
 
 @pytest.mark.parametrize("saved", [0.0, 3.0, 17.5, 1e6])
-def test_skipping_drops_each_rows_lowest_scored_tiles(saved: float) -> None:
+def test_tile_skipping_drops_each_rows_lowest_scored_tiles(saved: float) -> None:
     x = sample()
     mask = random_mask(x, 0.7)
     assert mask.score_BHNM is not None
@@ -71,7 +71,7 @@ def test_tile_skipping_drops_the_number_of_tiles_that_packing_saves() -> None:
     assert 0 <= float(kept.computed) - float(packed.computed) < 4
 
 
-def test_skip_share_drops_that_share_of_tiles() -> None:
+def test_tile_skipping_drops_the_given_share_of_tiles() -> None:
     x = chunk_of(sample(2048), 1024, 2048)
     selector = TileSkipSelector(TileSkipOptions(tau=0.9, skip=0.25))
     every = selector._scoring.select(x, selector._scoring.new_state(spec_of(x)), no_phase)

@@ -15,7 +15,7 @@ from deltafront.tests.reference.structured import structured_input
 load("deltafront.benchmarks.paper_forms.methods")
 
 
-def test_compared_counts_equal_rows_and_shared_tiles() -> None:
+def test_comparison_counts_equal_rows_and_shared_tiles() -> None:
     found = compared("x", [{0}, {0, 1}, {0, 2, 3}], [{0}, {0, 1}, {0, 3, 4, 5}])
     assert (found.same, found.rows, found.shared) == (2, 3, 2 / 5)
     assert (found.ours, found.theirs) == (6, 7)

@@ -21,7 +21,7 @@ def needles() -> list[dict[str, dict[str, Any]]]:
     return [{row["case"]: row for row in of["rows"] if row["task"] == "needles"} for of in sources]
 
 
-def test_table_rows_share_documents_and_questions() -> None:
+def test_table_rows_have_the_same_documents_and_questions() -> None:
     rows = [row for of in needles() for row in of.values()]
     assert {row["tokens"] for row in rows} == {130_500}
     asked = [{one["document"]: one["questions"] for one in row["by_document"]} for row in rows]
@@ -52,7 +52,7 @@ def test_every_case_in_the_table_is_a_known_method() -> None:
 
 
 def test_benchmark_methods_register_under_the_benchmarks_package() -> None:
-    """Other processes import this module, and tests of the service's methods skip its methods."""
+    """A process that runs such a method imports only the module of the method's options."""
     for name, preset in PRESETS.items():
         parts = [part for part in (preset.selector, preset.backend) if isinstance(part, str)]
         if any(part.startswith("deltafront.benchmarks.") for part in parts):

@@ -98,7 +98,7 @@ def test_takes_the_smallest_threshold_with_enough_coverage() -> None:
     assert second == 1.0
 
 
-def test_heads_with_coverage_thresholds_reach_the_coverage(stack: LayerStack) -> None:
+def test_thresholds_reach_the_requested_coverage_in_every_head(stack: LayerStack) -> None:
     document = made(1, 900)
     found_LHI = coverages(stack, document, selector_of(THESIS))
     config = stack.config
@@ -187,7 +187,7 @@ def test_refuses_documents_without_questions(stack: LayerStack) -> None:
 
 
 @pytest.mark.parametrize("command", [coverage, minimum_threshold])
-def test_command_writes_a_level_for_each_requested_density(
+def test_calibration_scripts_write_a_level_for_each_request(
     command: Any, stack: LayerStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

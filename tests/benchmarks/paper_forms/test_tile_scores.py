@@ -85,7 +85,7 @@ def test_scoring_in_slabs_equals_scoring_at_once() -> None:
 
 @pytest.mark.parametrize("pattern", [0, 1])
 @pytest.mark.parametrize("count", [1, 2, 100])
-def test_top_keeps_the_best_tiles_of_each_query_block(count: int, pattern: int) -> None:
+def test_option_top_keeps_the_best_tiles_of_each_query_block(count: int, pattern: int) -> None:
     x = sample(1300)
     selector = PairedSelector(XAttentionPaperOptions(pattern=pattern, top=count, window=200))
     score_BHNM = scores(selector, x)
@@ -110,7 +110,7 @@ def test_default_options_equal_the_services_xattention() -> None:
 
 @pytest.mark.parametrize("name", ["xattention_paper", "dpxa_thesis"])
 def test_thresholds_of_levels_include_sink_and_window_mass(name: str) -> None:
-    """In both papers thresholds are shares of a row's whole mass."""
+    """XAttention and DeltaAttention define thresholds as shares of a row's whole mass."""
     x = sample(1300)
     quotas = [0.6, 0.9]
     spec = method_spec(name, {"density": 0.1, "min_tokens": 0, "cos": 0.75} if name == "dpxa_thesis" else

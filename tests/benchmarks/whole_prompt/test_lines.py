@@ -179,7 +179,7 @@ def test_mask_keeps_the_lines_with_the_largest_masses() -> None:
     assert tiles(mixed) == tiles(rules.select(lines.kept_scores(kept_BHNM), lines.KEPT, 0))
 
 
-def test_flex_mixes_patterns_across_heads() -> None:
+def test_flexprefill_chooses_different_patterns_for_heads() -> None:
     """The batch has two prompts. tau is between the divergences of their heads, at most 0.43 and 0.52."""
     x = sample(1100, batch=2, q_heads=3)
     kept = {name: tiles(SELECTORS[name]().cpu_select(x, no_phase)) for name in SELECTORS}
@@ -216,7 +216,7 @@ def test_vertical_slash_keeps_a_planted_diagonal() -> None:
 
 
 @pytest.mark.parametrize("tokens", [300, 90])
-def test_flex_and_vertical_slash_equal_the_oracles(tokens: int) -> None:
+def test_flexprefill_and_vertical_slash_equal_the_oracles(tokens: int) -> None:
     x = small_sample(tokens, q_heads=4, kv_heads=2)
     slashed = VerticalSlashSelector(VerticalSlashOptions(verticals=128, slashes=128))
     wanted = [sorted(row) for head in vertical_slash_tiles(x, 128, 128) for row in head]
@@ -229,7 +229,7 @@ def test_flex_and_vertical_slash_equal_the_oracles(tokens: int) -> None:
     assert tokens < 128 or kept[0] != kept[2]
 
 
-def test_flex_gamma_sets_the_budget_and_tau_the_pattern() -> None:
+def test_flexprefill_gamma_sets_the_budget_and_tau_the_pattern() -> None:
     x = small_sample(1000)
     everything = select(FlexSelector(FlexOptions(gamma_flex=1.0, tau_flex=1.0)), x)
     assert everything.count_BHN[0, 0].tolist() == list(range(1, 9))
@@ -248,7 +248,7 @@ def test_refuses_a_chunk_of_a_prompt() -> None:
             select(baseline, random_input(300, head_dim=16, prompt_tokens=400, device=DEVICE))
 
 
-def test_the_lowest_index_wins_ties() -> None:
+def test_ties_between_lines_go_to_the_lowest_index() -> None:
     mass_BHM = torch.tensor([[[1.0, 2.0, 1.0, 1.0, 2.0, 1.0]]], device=DEVICE)
     assert lines.heaviest(mass_BHM, 300).nonzero()[:, 2].tolist() == [0, 1, 4]
     assert lines.heaviest(mass_BHM, 10_000).all()
@@ -257,7 +257,7 @@ def test_the_lowest_index_wins_ties() -> None:
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_full_budget_keeps_all_tiles(name: str) -> None:
+def test_a_full_budget_equals_dense_attention(name: str) -> None:
     whole = {name for name in PRESETS if reads_whole_prompts(name)}
     assert set(FULL) == whole - {"streaming_smoothed"}, "whose dense rows are never all"
     x = sample(700, head_dim=64)
@@ -297,7 +297,7 @@ def test_selection_never_synchronises_with_the_device(name: str) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", SELECTORS)
-def test_stores_no_scores_of_whole_rows(name: str) -> None:
+def test_line_selectors_do_not_store_all_logits(name: str) -> None:
     x, selector = sample(65_536, torch.bfloat16, q_heads=4, head_dim=128), SELECTORS[name]()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

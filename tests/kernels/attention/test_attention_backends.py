@@ -106,8 +106,9 @@ def test_dense_attention_takes_any_chunk_start_and_large_logits() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("start", [127, 255])
-def test_rows_may_have_no_visible_key_in_their_first_tile(start: int, head_dim: int) -> None:
-    """The chunk's first row is the last of its key block. Other rows of the tile are in the next block."""
+def test_attention_is_correct_if_a_rows_first_tile_is_fully_masked(start: int, head_dim: int) -> None:
+    """The chunk's first row ends a block of 128 positions. The other rows of its tile are in the next
+    block."""
     whole = random_input(420, q_heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
     x = chunk_of(whole, start, 420)
     with poisoned_empty():
@@ -206,8 +207,8 @@ def test_packed_attention_kernel_equals_the_cpu_form(dtype: torch.dtype, means: 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("critical", [0, 100, 512])
-def test_packed_kernel_begins_exact_keys_where_the_cpu_form_does(critical: int, head_dim: int) -> None:
-    """A block has the same exact keys in any chunk."""
+def test_packed_kernel_uses_the_same_exact_keys_as_the_cpu_form(critical: int, head_dim: int) -> None:
+    """A query block has the same exact keys in any chunk."""
     for tokens, starts in ((1700, (0, 384, 1152)), (1000, (0, 128))) if GPU else ((1700, (1152,)),):
         x = with_runs(
             random_input(tokens, q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
@@ -246,7 +247,7 @@ def uneven_mask(x: AttentionInput) -> TileMask:
     return mask_of(x, keep < share)
 
 
-def test_by_length_orders_all_tile_lists_from_long_to_short() -> None:
+def test_orders_work_items_from_the_longest_tile_list_to_the_shortest() -> None:
     x = random_input(1500, q_heads=4, kv_heads=2, batch=2, device=DEVICE)
     count = uneven_mask(x).count_BHN.cpu().reshape(-1)
     entries = by_length(uneven_mask(x)).cpu()
@@ -289,7 +290,7 @@ def test_kernel_marks_the_same_exact_tiles_as_the_cpu_form(share: float) -> None
 
 
 @pytest.mark.parametrize("share", ["0.07", "0.15", "0.28", "0.3", "0.6"])
-def test_exact_share_is_rounded_up_to_whole_tiles(share: str) -> None:
+def test_the_number_of_exact_tiles_is_rounded_up(share: str) -> None:
     """In float32, 0.6 of 25 tiles is more than 15. In float64, 0.28 of 25 is more than 7."""
     counts = torch.arange(1, 65, dtype=torch.int32)
     score = torch.rand(1, 1, 64, 64)

@@ -56,7 +56,7 @@ def test_window_kernel_equals_the_cpu_form(window: int, dtype: torch.dtype, star
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_attention_kernels_support_heads_of_256_channels(dtype: torch.dtype) -> None:
-    """Their tiles have 64 keys in place of 128."""
+    """Tiles of such heads have 64 keys in place of 128."""
     x = random_input(300, q_heads=2, kv_heads=1, head_dim=256, dtype=dtype, device=DEVICE)
     mask, y = random_mask(x, 0.5), on_cpu(x)
     with poisoned_empty():

@@ -139,7 +139,7 @@ def test_mixture_equals_the_oracle(
 @pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 200, 1000, 4096])
 def test_qwen3_mixture_equals_float32_gemms_expert_by_expert(tokens: int, quantise: bool) -> None:
-    """The kernels give the same result in a CUDA graph."""
+    """The kernels run directly and in a CUDA graph."""
     x_TC, logits_TE = draw(tokens, 2048, dtype=torch.bfloat16), draw(tokens, 128)
     given: list[Any] = list(weights(128, 2048, 768, torch.bfloat16))
     if quantise:

@@ -65,7 +65,7 @@ def test_compiles_no_gemm_kernels_without_a_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (192, 256), (193, 256), (16_384, 4096), (5000, 28_672)])
-def test_filled_share_equals_a_count_of_tiles_one_by_one(rows: int, width: int) -> None:
+def test_computes_the_share_of_gpu_time_spent_on_real_outputs(rows: int, width: int) -> None:
     tiles = [
         min(192, rows - row) * min(256, width - column)
         for row in range(0, rows, 192)
@@ -83,7 +83,7 @@ def hopper_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hopper_without_one")
-def test_hopper_gemm_takes_16_bit_gemms_that_fill_the_gpu() -> None:
+def test_hopper_gemm_accepts_only_16_bit_gemms_that_fill_the_gpu() -> None:
     def takes(rows: int, out: int = 28_672, *, gated: bool = True, dtype: Any = torch.bfloat16) -> bool:
         x_TI, weight_OI = (torch.empty(count, 64, dtype=dtype) for count in (rows, out))
         return hopper.takes(x_TI, weight_OI, gated=gated)
@@ -145,7 +145,7 @@ def test_gated_gemm_keeps_nan_in_its_row_and_takes_large_gates() -> None:
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("function", [linear, swiglu_linear])
 def test_hopper_gemm_is_correct_and_deterministic_at_8b_sizes(function: Any) -> None:
-    """50 more runs give the same bits."""
+    """The GEMM runs 50 more times and must give the same bits."""
     x_TI, weight_OI = draw(8192, 4096, dtype=torch.bfloat16), weights(28_672, 4096, torch.bfloat16)
     assert hopper.takes(x_TI, weight_OI, gated=function is swiglu_linear)
     with poisoned_empty():

@@ -124,7 +124,7 @@ dist.destroy_process_group()
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_gpu_gets_the_same_sum(ranks: int) -> None:
+def test_all_reduce_gives_every_gpu_the_same_sum(ranks: int) -> None:
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
     commands = [[sys.executable, "-c", RANK, str(rank), str(ranks), "29571"] for rank in range(ranks)]
@@ -145,7 +145,7 @@ def rank_of(rank: int, ranks: int) -> tuple[OneShotReduce, list[tuple[torch.Tens
 
 @pytest.mark.parametrize("before", [0, 1, 6, 2**31 - 1, -3], ids=lambda calls: f"after {calls} calls")
 def test_all_reduce_does_not_wait_for_a_peer_one_call_ahead(before: int) -> None:
-    """The peer's flag then has the next call's number, which may overflow int32."""
+    """The peer's flag has the number of its next call. Numbers of calls may overflow int32."""
     reduce, memory = rank_of(0, 2)
     places, flags = memory[0]
     x = torch.arange(5, dtype=torch.float32, device=places.device)
@@ -158,7 +158,7 @@ def test_all_reduce_does_not_wait_for_a_peer_one_call_ahead(before: int) -> None
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_consecutive_calls_write_to_different_memory(ranks: int) -> None:
+def test_consecutive_all_reduces_write_to_different_memory(ranks: int) -> None:
     """A slow rank may still read one call's numbers while another rank writes those of the next call."""
     written = {}
     for rank in range(ranks):
@@ -193,7 +193,7 @@ def test_reduce_over_one_rank_returns_the_input() -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 80), (5, 300)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_fused_all_reduce_and_norm_equal_two_steps(
+def test_fused_all_reduce_and_norm_equals_separate_kernels(
     rows: int, width: int, dtype: torch.dtype, fp8: bool
 ) -> None:
     """The test runs rank 0 of two, after the peer has sent its part."""

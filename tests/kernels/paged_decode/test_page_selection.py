@@ -40,7 +40,9 @@ KINDS = ["softmax", "ties", "equal", "zero", "tiny", "signed", "infinite"]
 
 @pytest.mark.parametrize(("budget", "recency"), BUDGETS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_selection_keeps_recent_pages_and_the_best_scored(kind: str, budget: int, recency: int) -> None:
+def test_page_selection_keeps_recent_pages_and_the_best_scored_ones(
+    kind: str, budget: int, recency: int
+) -> None:
     columns, pages = 131, [131, 130, 64, 9, 1]
     score_RP, lengths_R = scores(kind, len(pages), columns), lengths_of(pages)
     found = [
@@ -66,7 +68,7 @@ def test_a_partly_filled_page_counts_as_a_recent_page(partial: int) -> None:
         assert selected_RK[0, -2:].tolist() == [31, 32]
 
 
-def test_scores_past_a_requests_last_page_are_ignored() -> None:
+def test_page_selection_ignores_scores_after_a_requests_last_page() -> None:
     score_RP = scores("softmax", 2, 100)
     lengths_R = lengths_of([60, 80])
     clean = cpu.select_pages(score_RP, lengths_R, budget=16, recency=4)
@@ -77,7 +79,7 @@ def test_scores_past_a_requests_last_page_are_ignored() -> None:
         assert torch.equal(dirty[1], clean[1])
 
 
-def test_kernel_selects_from_a_slice_of_a_wider_buffer() -> None:
+def test_page_selection_kernel_reads_a_slice_of_a_wider_buffer() -> None:
     wide_RP = scores("softmax", 3, 300)
     lengths_R = lengths_of([200, 150, 3])
     expected, _ = cpu.select_pages(wide_RP[:, :200].contiguous(), lengths_R, budget=16, recency=4)
@@ -96,7 +98,7 @@ def test_dispatch_selects_the_same_pages_as_the_cpu_form() -> None:
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("columns", [8192, 32768, 65536])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_selects_the_same_pages_from_long_tables(kind: str, columns: int) -> None:
+def test_page_selection_kernel_equals_the_cpu_form_for_long_tables(kind: str, columns: int) -> None:
     score_RP = scores(kind, 4, columns)
     lengths_R = lengths_of([columns, columns - 1, 5000, 60])
     for budget, recency in ((64, 8), (256, 8), (4096, 0)):

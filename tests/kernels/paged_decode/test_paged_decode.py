@@ -176,7 +176,7 @@ def run_all(x: PagedInput) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return [cpu.paged_attention_scored(x), launch.paged_attention_scored(x)]
 
 
-def test_kernels_handle_large_logits_and_equal_keys() -> None:
+def test_paged_decode_handles_large_logits_and_equal_keys() -> None:
     x = make([150], Shape(dtype=DTYPES[0]), sharpness=200.0)
     expected_RHD, expected_RH, expected_RP = cpu.paged_attention_scored(fp32(x))
     for out_RHD, lse_RH, score_RP in run_all(x):
@@ -204,7 +204,7 @@ def test_selecting_every_page_equals_full_attention() -> None:
         torch.testing.assert_close(sparse[1], full[1])
 
 
-def test_partial_outputs_merge_by_their_lse() -> None:
+def test_outputs_over_two_sets_of_pages_merge_by_their_lse() -> None:
     """Outputs of two disjoint selections, weighted by exp(lse), add up to the output of all pages."""
     x = make([150])
     for module in (cpu, launch):
@@ -216,7 +216,7 @@ def test_partial_outputs_merge_by_their_lse() -> None:
         torch.testing.assert_close(lse_HalfRH.logsumexp(0), full_RH)
 
 
-def test_request_that_selects_no_page_attends_to_all() -> None:
+def test_a_request_without_selected_pages_attends_to_all_pages() -> None:
     """Other requests of the same batch select pages."""
     x = make([150, 5, 70], Shape(dtype=DTYPES[0]))
     selection = choose(x, [[1, 9], [0], [2, 4]])
@@ -241,7 +241,7 @@ def test_sparse_decode_touches_only_selected_pages() -> None:
         assert_rows_close(module.paged_attention_sparse(selection)[0], expected)
 
 
-def test_kernels_take_strided_queries_and_pages() -> None:
+def test_paged_decode_accepts_strided_queries_and_pages() -> None:
     """Queries are slices of a fused projection, pages are slices of a tensor with both K and V."""
     x = make([70, 33])
     kv = torch.stack([x.k_PSGD, x.v_PSGD], dim=2)
@@ -253,7 +253,7 @@ def test_kernels_take_strided_queries_and_pages() -> None:
         assert_rows_close(module.paged_attention(y)[0], expected)
 
 
-def test_dispatch_feeds_delta_scores_into_page_selection() -> None:
+def test_page_scores_of_one_layer_select_pages_for_the_next() -> None:
     """A Δ-layer's page scores select the pages for the next layer."""
     x = make([150, 40])
     args = (x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R)

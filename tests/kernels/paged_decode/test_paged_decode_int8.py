@@ -116,7 +116,7 @@ def test_divides_int8_splits_among_requests_by_their_pages(lengths: list[int], s
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
-def test_kernel_equals_the_cpu_form_for_queries_of_any_magnitude(size: float) -> None:
+def test_int8_kernel_supports_queries_of_any_magnitude(size: float) -> None:
     """bfloat16 has a larger range than float16, in which the kernel multiplies."""
     x = in_8_bits(make([90], Shape(dtype=torch.float32)))
     x = replace(x, q_RHD=x.q_RHD * size, scale=x.scale / size)
@@ -127,7 +127,7 @@ def test_kernel_equals_the_cpu_form_for_queries_of_any_magnitude(size: float) ->
     torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=2e-3)
 
 
-def test_keeps_the_weight_of_a_sink_with_tiny_values() -> None:
+def test_int8_attention_keeps_the_weight_of_a_sink_with_tiny_values() -> None:
     """Most softmax weight is on a token whose values are 0 or tiny."""
     for tiny in (2.0**-20, 0.0):
         x = make([150], Shape(dtype=torch.float32))
@@ -156,7 +156,7 @@ def test_int8_sparse_decode_touches_only_selected_pages() -> None:
         assert_rows_close(out_RHD, expected, dtype=PRECISION)
 
 
-def test_dispatch_feeds_int8_delta_scores_into_page_selection() -> None:
+def test_int8_page_scores_select_pages_for_the_next_layer() -> None:
     x = in_8_bits(make([150, 40]))
     args = (x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R)
     how = {"scale": x.scale, "scales": x.scales}

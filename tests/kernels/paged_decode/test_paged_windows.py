@@ -72,7 +72,7 @@ def test_int8_kernel_equals_the_cpu_form_inside_a_window(window: int, head_dim: 
     torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
 
 
-def test_dispatch_ignores_a_window_that_covers_the_whole_request() -> None:
+def test_a_window_longer_than_the_request_changes_nothing() -> None:
     x = make(LENGTHS)
     args = x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R
     whole, long, short = (dispatch.paged_attention(*args, scale=x.scale, window=n)[0] for n in (0, 300, 40))

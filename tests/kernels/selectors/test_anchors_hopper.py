@@ -41,7 +41,7 @@ def test_tma_loads_key_tiles_with_interleaved_quarters(slots: int) -> None:
 
 @pytest.mark.parametrize("programs", [1, 16, 36, 64, 128, 131, 132, 133, 256, 1000])
 @pytest.mark.parametrize("steps", [0, 1, 30, 112, 528])
-def test_key_splits_give_the_shortest_total_time(programs: int, steps: int) -> None:
+def test_chooses_the_number_of_key_splits_with_the_shortest_time(programs: int, steps: int) -> None:
     """The total time is counted round by round, with 132 programs per round."""
 
     def time(splits: int) -> int:
@@ -70,7 +70,7 @@ def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnch
     not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="needs a Hopper GPU"
 )
 @pytest.mark.parametrize(("blocks", "first_block"), [(64, 0), (64, 64)])
-def test_hopper_scores_are_correct_in_100_launches(blocks: int, first_block: int) -> None:
+def test_hopper_anchor_scores_are_correct_in_100_launches(blocks: int, first_block: int) -> None:
     """TMA once overwrote a tile before it was read, in a few tiles of some launches. So all of 100 launches
     are compared with torch."""
     heads, groups, tokens = 32, 8, blocks * BLOCK

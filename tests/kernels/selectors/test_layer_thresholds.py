@@ -78,7 +78,7 @@ def test_refuses_a_density_without_thresholds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCORED)
-def test_share_includes_sink_and_window_tiles(name: str) -> None:
+def test_the_share_of_kept_tiles_includes_sink_and_window(name: str) -> None:
     x = structured_input(4096, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE)
     selector = selector_of(name, None, share=0.5, outside=1, sink=1, window=300)
     assert selector.rule == Rule("top_k", 0.5, sink_blocks=1, window_blocks=4)

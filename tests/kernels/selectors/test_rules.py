@@ -60,7 +60,7 @@ def test_rule_kernel_equals_the_cpu_form(
 
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
-def test_rules_keep_sink_diagonal_and_ties(select: object) -> None:
+def test_selection_rules_always_keep_sink_diagonal_and_ties(select: object) -> None:
     assert callable(select)
     score = torch.zeros(1, 1, 1, 9, device=DEVICE)
     score[..., 4] = 1.0
@@ -77,7 +77,7 @@ def test_rules_keep_sink_diagonal_and_ties(select: object) -> None:
 
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
-def test_outside_excludes_the_sinks_mass_from_tau(select: object) -> None:
+def test_tau_can_exclude_the_mass_of_sink_and_window(select: object) -> None:
     assert callable(select)
     score = torch.tensor([95.0, 0, 0, 0.6, 0, 0, 0.3, 2.1, 2.0], device=DEVICE).view(1, 1, 1, 9)
     assert tiles(select(score, Rule("cumulative", 0.95), 8)) == [[0, 8]]
@@ -87,7 +87,7 @@ def test_outside_excludes_the_sinks_mass_from_tau(select: object) -> None:
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
 @pytest.mark.parametrize("tiny", [1e-18, 1e-20, 1e-34, 1e-36])
-def test_outside_reaches_tau_even_if_other_scores_are_tiny(select: object, tiny: float) -> None:
+def test_tau_without_the_sink_works_for_tiny_scores(select: object, tiny: float) -> None:
     """If a sink's logit is 80 above the others, their scores are about 1e-35."""
     assert callable(select)
     outside = [0.3, 0.1, 0.9, 0.2, 0.8, 0.05, 0.6]
@@ -99,7 +99,7 @@ def test_outside_reaches_tau_even_if_other_scores_are_tiny(select: object, tiny:
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
 @pytest.mark.parametrize("count", [10, 25, 90, 100])
-def test_share_of_tiles_is_rounded_up(select: object, count: int) -> None:
+def test_the_number_of_kept_tiles_is_rounded_up(select: object, count: int) -> None:
     """In float32, 0.6 of 25 tiles is more than 15. In float64, 0.28 of 25 is more than 7."""
     assert callable(select)
     shares = ["0.07", "0.15", "0.28", "0.3", "0.55", "0.6"]
@@ -112,7 +112,7 @@ def test_share_of_tiles_is_rounded_up(select: object, count: int) -> None:
 
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
-def test_scores_after_the_diagonal_are_ignored(select: object) -> None:
+def test_selection_ignores_scores_after_the_diagonal(select: object) -> None:
     assert callable(select)
     score = torch.rand(1, 2, 6, 6, device=DEVICE)
     clean = tiles(select(score, Rule("cumulative", 0.7), 0))
@@ -121,7 +121,7 @@ def test_scores_after_the_diagonal_are_ignored(select: object) -> None:
 
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
-def test_select_refuses_bad_scores_and_positions(select: object) -> None:
+def test_selection_refuses_bad_scores_and_positions(select: object) -> None:
     assert callable(select)
     rule = Rule("cumulative", 0.5)
     good = torch.ones(1, 2, 3, 5, device=DEVICE)
@@ -138,7 +138,7 @@ def test_select_refuses_bad_scores_and_positions(select: object) -> None:
         select(good, Rule("cumulative", torch.ones(3)), 2)
 
 
-def test_refuses_rules_with_bad_kinds_or_thresholds() -> None:
+def test_refuses_selection_rules_with_bad_kinds_or_thresholds() -> None:
     for kind, threshold in (("best", 0.5), ("cumulative", 1.5), ("top_k", -0.1), ("top_k", float("nan"))):
         with pytest.raises(KernelInputError):
             Rule(kind, threshold)  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ def biased(x: AttentionInput, size: float = 40.0) -> AttentionInput:
     return replace(x, k_BGSD=x.k_BGSD + bias_D, q_BHTD=x.q_BHTD + 0.1 * bias_D)
 
 
-def test_key_bias_does_not_change_centred_runs() -> None:
+def test_a_key_bias_does_not_change_runs_of_centred_keys() -> None:
     x = sample(512)
     side = SideSettings(32, 0.15)
     plain, centred = (AnchorSettings(cos, side, side, centred=c) for cos, c in ((0.75, False), (0.4, True)))

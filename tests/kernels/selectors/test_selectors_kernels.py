@@ -99,7 +99,7 @@ def test_kernel_scores_equal_the_cpu_form_for_any_query_group(name: str, q_heads
 
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors", "anchors_fewest"])
 def test_kernel_scores_equal_the_cpu_form_for_heads_of_256_channels(name: str) -> None:
-    """Gemma has such heads. Their kernels have other tile sizes."""
+    """Gemma has such heads. Kernels use other tile sizes for them."""
     x = sample(300, torch.float16, q_heads=2, head_dim=256)
     if name in IN_EIGHT_BITS:
         x = replace(x, q_BHTD=eight_bits(x.q_BHTD), k_BGSD=eight_bits(x.k_BGSD))
@@ -125,7 +125,9 @@ def test_kernels_select_the_same_tiles_in_chunks(name: str) -> None:
 
 
 @pytest.mark.parametrize("programs", [3, 1 << 20])
-def test_scores_do_not_depend_on_the_key_splits(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_do_not_depend_on_the_number_of_key_splits(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = sample(900, torch.float16)
     selector = AnchorsSelector(replace(ANCHORS, q_anchors=2, k_anchors=32))
     monkeypatch.setattr(scores, "_PROGRAMS", 1)

@@ -146,7 +146,7 @@ def test_two_stages_of_llama_8b_share_a_layer() -> None:
     assert max(first, last) < 15.8 * layer
 
 
-def test_cuts_no_layer_if_stages_balance_without() -> None:
+def test_does_not_cut_a_layer_if_a_cut_does_not_help() -> None:
     """With four stages of Llama 8B, one stage has the cost of eight layers in any division."""
     for name, stages in (("8b", 4), ("8b", 8), ("70b", 4), ("70b", 8)):
         parts = SHAPES[name].split(stages)

@@ -32,7 +32,7 @@ def test_shaping_options_are_the_options_that_change_scores() -> None:
 
 
 @pytest.mark.parametrize("name", ["xattention", "xattention+delta"])
-def test_uses_the_level_whose_length_is_nearest_by_ratio(model: Path, name: str) -> None:
+def test_uses_the_level_with_the_nearest_prompt_length(model: Path, name: str) -> None:
     profile = make_profile(model)
     short, long, other = profile.prefill[0].levels
     spec = method_spec(name, {"density": 0.2, "tau": 0.123, "min_tokens": 7})
@@ -59,7 +59,7 @@ def test_interpolates_thresholds_between_two_densities(model: Path) -> None:
 
 
 @given(lengths=st.lists(counts, min_size=1, max_size=5, unique=True), tokens=counts)
-def test_nearest_level_has_the_smallest_ratio_of_lengths(lengths: list[int], tokens: int) -> None:
+def test_the_nearest_level_has_the_smallest_ratio_of_lengths(lengths: list[int], tokens: int) -> None:
     found = nearest([Level(density=1, tokens=one, share=1, amounts=()) for one in lengths], tokens).tokens
     assert found in lengths
     ratio = max(found, tokens) / min(found, tokens)

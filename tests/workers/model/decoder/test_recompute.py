@@ -43,7 +43,7 @@ def test_block_attention_is_the_maximum_over_rows_and_heads(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_chooses_blocks_by_the_mean_over_layers(count: int) -> None:
+def test_chooses_blocks_to_recompute_by_the_mean_over_layers(count: int) -> None:
     torch.manual_seed(count)
     tokens, looks, masses = 6 * BLOCK + 5, BlockAttention(6 * BLOCK + 5), [0.0] * 7
     for _ in range(4):
@@ -62,7 +62,7 @@ def test_chooses_blocks_by_the_mean_over_layers(count: int) -> None:
     assert looks.most_attended(count) == sorted(best[:count])
 
 
-def test_does_not_choose_a_block_for_one_layer_only() -> None:
+def test_one_layer_alone_does_not_decide_which_block_is_recomputed() -> None:
     """A head that attends by position gives one block all its weight for any question."""
     looks = BlockAttention(5 * BLOCK)
     key_GSD = torch.eye(5 * BLOCK)[None]
@@ -124,7 +124,7 @@ def test_chooses_blocks_by_last_question_rows_but_never_block_0() -> None:
     assert looks.most_attended(9) == [1, 2, 3, 4]
 
 
-def test_chooses_the_last_whole_block_last() -> None:
+def test_recomputes_the_last_whole_block_only_after_all_others() -> None:
     """Heads that attend to near tokens give the last block most weight for any question."""
     looks = BlockAttention(4 * BLOCK + 5)
     key_GSD = torch.zeros(1, 4 * BLOCK + 9, 16)
@@ -138,7 +138,7 @@ def test_chooses_the_last_whole_block_last() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK, 2 * BLOCK - 1])
-def test_chooses_no_block_of_a_document_below_two_whole_blocks(tokens: int) -> None:
+def test_recomputes_no_block_of_a_document_below_two_whole_blocks(tokens: int) -> None:
     looks = BlockAttention(tokens)
     looks.add(torch.randn(3, 2, 16), torch.randn(1, tokens + 3, 16))
     assert looks.most_attended(4) == []

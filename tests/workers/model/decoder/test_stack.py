@@ -77,7 +77,7 @@ def test_logits_equal_transformers(case: Case, stages: int, cuts: str) -> None:
 
 
 def cut_at(halves: Sequence[int]) -> list[LayerShare]:
-    """Divide A0 M0 A1 M1 … (the attention and MLP halves of layers) at these indices."""
+    """Divide the layers' halves A0 M0 A1 M1 … (attention and MLP) into shares that end at these indices."""
     bounds = itertools.pairwise([0, *halves, 2 * SHAPE["num_hidden_layers"]])
     return [LayerShare(range((a + 1) // 2, (b + 1) // 2), range(a // 2, b // 2)) for a, b in bounds]
 
@@ -240,7 +240,7 @@ def test_gguf_file_gives_the_same_logits_as_safetensors(
 
 
 def test_fp8_checkpoint_gives_the_logits_of_its_dequantised_weights(case: Case, tmp_path: Path) -> None:
-    """Tensor names and fused matrices differ by family."""
+    """The test runs for every family, because tensor names and fused matrices differ."""
     raw = json.loads((case.directory / "config.json").read_text())
     plain = load_file(case.directory / "model.safetensors")
     stored = dict(plain)
@@ -279,9 +279,7 @@ register(Family(
 
 
 @mock.patch.dict(SERVED)
-def test_a_model_family_from_another_package_is_one_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_a_model_family_from_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The family is Qwen3 under other names. A worker only gets the module's name."""
     config = FAMILIES["qwen3"]()
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
@@ -331,7 +329,8 @@ def test_counts_weights_and_kv_like_the_loaded_tensors(case: Case, stages: int) 
 
 
 def assert_bf16_is_no_worse_than_transformers(logits_TV: torch.Tensor, case: Case) -> None:
-    """Compare both with fp32, by the mean error and by the worst row."""
+    """Assert that the error of our bf16 logits relative to fp32 is no larger than that of transformers, in
+    the mean and in the worst row."""
     theirs_TV = expected_logits(case.theirs or case.directory, case.ids_T, torch.bfloat16)
     ours_T, theirs_T = (row_errors(x.cpu(), case.logits_TV) for x in (logits_TV, theirs_TV))
     assert float(ours_T.mean()) < 1.2 * float(theirs_T.mean())

@@ -160,7 +160,7 @@ def test_names_files_that_are_not_weights(model: Path, content: bytes) -> None:
 
 
 def test_digest_omits_mixture_fields_with_default_values() -> None:
-    """Profiles that are older than these fields keep their digest."""
+    """Otherwise profiles made before these fields existed would not match their model."""
     assert _about(SHAPES["30b-a3b"])["mixture"] == {"experts": 128, "per_token": 8, "normed": True}
     assert _about(SHAPES["air-8"])["mixture"]["dense_layers"] == (0,)
 
@@ -200,8 +200,9 @@ def flip(path: Path, place: int) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_byte_after_the_sample_changes_only_the_content_digest(model: Path) -> None:
-    """This happens if, for example, only the last rows of an embedding are trained further."""
+def test_a_byte_outside_the_sample_changes_only_the_content_digest(model: Path) -> None:
+    """A file differs in such a byte if, for example, only the last rows of an embedding were trained
+    further."""
     settle(model)
     sampled, whole = digest(model), content(model)
     size = (model / "model.safetensors").stat().st_size
@@ -214,7 +215,9 @@ def test_byte_after_the_sample_changes_only_the_content_digest(model: Path) -> N
     assert digest(model) == sampled
 
 
-def test_digest_covers_pieces_hashed_by_other_threads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_depends_on_pieces_hashed_by_all_threads(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = content(model)
     monkeypatch.setattr(digests, "_PIECE_BYTES", 10_000)
     in_pieces = digests._hashed(model / "model.safetensors")

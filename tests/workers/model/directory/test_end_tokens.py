@@ -30,7 +30,7 @@ THINKING = (
 OPEN_AT_THE_END = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
 
 
-def test_the_tokenizers_eos_ends_an_answer(tmp_path: Path) -> None:
+def test_the_tokenizers_eos_is_an_end_token(tmp_path: Path) -> None:
     assert end_tokens(write_tokenizer(tmp_path, eos_token="<|im_end|>")) == (IM_END,)
     as_object = {"__type": "AddedToken", "content": "<|endoftext|>", "special": True}
     assert end_tokens(write_tokenizer(tmp_path, eos_token=as_object)) == (ENDOFTEXT,)
@@ -43,7 +43,7 @@ def test_reads_eos_from_special_tokens_map(tmp_path: Path) -> None:
     assert end_tokens(write_tokenizer(tmp_path)) == (IM_END,)
 
 
-def test_the_token_after_an_answer_in_the_template_ends_it(tmp_path: Path) -> None:
+def test_the_templates_token_after_an_answer_is_an_end_token(tmp_path: Path) -> None:
     """Some ChatML models keep the base model's EOS in their files."""
     both = write_tokenizer(tmp_path, eos_token="<|endoftext|>", chat_template=CHATML)
     assert end_tokens(both) == (ENDOFTEXT, IM_END)

@@ -140,7 +140,7 @@ def test_does_not_convert_a_file_twice(
     )
 
 
-def test_converts_another_file_into_another_directory(tmp_path: Path, prepared: Path) -> None:
+def test_converts_different_gguf_files_into_different_directories(tmp_path: Path, prepared: Path) -> None:
     other = model_store.model_directory(str(write_model(tmp_path / "other.gguf", seed=1)), prepared.parent)
     assert other != prepared and other.parent == prepared.parent
 
@@ -194,7 +194,7 @@ def test_names_a_cache_that_is_not_writable(model_file: Path, tmp_path: Path) ->
         model_store.model_directory(str(model_file), tmp_path / "file" / "cache")
 
 
-def test_unwritable_home_names_xdg_cache_home_in_one_line(
+def test_suggests_xdg_cache_home_if_the_home_is_not_writable(
     model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home").write_text("")
@@ -263,7 +263,7 @@ def test_unknown_model_name_lists_what_was_tried(name: str) -> None:
         model_store.model_directory(name)
 
 
-def test_hub_failure_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_a_hub_failure_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(model: str, **_: Any) -> str:
         raise OSError(f"401 for {model}\nand a long story")
 

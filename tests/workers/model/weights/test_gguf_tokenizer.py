@@ -198,7 +198,7 @@ def test_refuses_a_bos_without_an_id() -> None:
         tokenizer_json(Metadata(metadata))
 
 
-def test_ignore_merges_uses_a_whole_word_if_it_is_a_token() -> None:
+def test_with_ignore_merges_a_word_that_is_a_token_stays_whole() -> None:
     assert tokens_of(byte_level("llama-bpe"), "abc") == ["abc"]
     assert tokens_of(byte_level("gpt-2"), "abc") == ["ab", "c"]
 
@@ -258,7 +258,7 @@ def test_finds_end_tokens_by_name_if_gguf_keys_are_missing() -> None:
     assert special == {"<|endoftext|>", "</s>", "<|im_end|>"}
 
 
-def test_writes_the_roles_of_special_tokens() -> None:
+def test_tokenizer_config_names_bos_eos_and_padding_tokens() -> None:
     assert tokenizer_config(Metadata(byte_level(padding_token_id=1))) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -145,7 +145,7 @@ def test_each_stage_of_a_cut_layer_reads_only_its_half(
     ("unknown", "stages"),
     [("self_attn.q_proj.bias", [0]), ("mlp.up_proj.bias", [1]), ("pre_feedforward_layernorm.weight", [0, 1])],
 )
-def test_only_the_stage_of_a_half_layer_refuses_its_unknown_tensors(
+def test_only_the_stage_that_reads_a_layer_refuses_its_unknown_tensor(
     tiny: Path, tmp_path: Path, unknown: str, stages: list[int]
 ) -> None:
     copy_of(tiny, tmp_path, {f"model.layers.1.{unknown}": torch.zeros(HIDDEN)})
@@ -227,7 +227,7 @@ def test_refuses_weights_that_do_not_fit_the_configuration(
         read(copy_of(tiny, tmp_path, change))
 
 
-def test_names_the_files_it_looked_for_without_weights(tmp_path: Path) -> None:
+def test_lists_the_files_it_looked_for_if_there_are_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"looked for model\.safetensors\.index\.json, model\.safetensors"):
         open_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a tensor in sight")

@@ -41,7 +41,7 @@ def write(directory: Path, **change: Any) -> Path:
     return directory
 
 
-def test_tekken_merges_by_lowest_rank_and_numbers_after_control_ids(tmp_path: Path) -> None:
+def test_tekken_merges_by_rank_and_numbers_tokens_after_control_ones(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(tokenizer_json(write(tmp_path)))
     ab, abc, byte = BEFORE + 256, BEFORE + 257, BEFORE
     assert tokenizer.encode("abc abé").ids == [1, abc, byte + 32, ab, byte + 0xC3, byte + 0xA9]
