@@ -1,4 +1,4 @@
-"""A tiny random Llama, and a decode engine on it whose prompts are prefilled by a few plain lines."""
+"""Fixtures: a tiny random Llama, and a decode engine on it. Plain code prefills its prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYERS = 6
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Any]:
-    """One Ray for all tests of actors."""
+    """Start one Ray for all tests of actors."""
     import ray
 
     from deltafront.service import listening
@@ -60,13 +60,13 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    """`make_tiny_model`'s model, which no test changes."""
+    """Return `make_tiny_model`'s model. Tests must not change it."""
     return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama on disk, 6 layers, 4 query heads on 2 of dimension 16, 1024 positions, fp32."""
+    """Save a random Llama: 6 layers, 4 query heads on 2 KV heads of dimension 16, 1024 positions, fp32."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -84,7 +84,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     directory = tmp_path_factory.mktemp("tiny-llama")
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer.json").write_text("{}")  # never read here, but a model directory has one
+    (directory / "tokenizer.json").write_text("{}")  # not read, but every model directory needs one
     generator = torch.Generator().manual_seed(9)
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.2
@@ -101,7 +101,7 @@ def tiny_stack(tiny_llama: Path) -> LayerStack:
 
 @dataclass
 class Prefilled:
-    """A prompt's K/V by layer (numpy [T, G, D] pairs) and the logits of its last position."""
+    """A prompt's KV (numpy [T, G, D] pairs by layer) and the logits at its last position."""
 
     kv: list[tuple[np.ndarray, np.ndarray]]
     logits: np.ndarray
@@ -109,7 +109,7 @@ class Prefilled:
 
 @dataclass
 class Answer:
-    """The events that one `generate` yielded."""
+    """The events that one `generate` call has yielded."""
 
     first: FirstTokenTimings | None = None
     tokens: list[Token] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Answer:
 
 
 class Bench:
-    """A started engine and short cuts around it."""
+    """A started engine, and helpers that call it."""
 
     def __init__(self, engine: DecodeEngine, stack: LayerStack) -> None:
         self.engine = engine
@@ -148,7 +148,7 @@ class Bench:
     def pieces(
         self, request_id: str, prompt: Prefilled, chunk: int = 32, attempt: int = 0
     ) -> list[KVAnnouncement]:
-        """The announcements of a prompt, chunk by chunk and layer by layer."""
+        """Return the KV announcements of a prompt, chunk by chunk and layer by layer."""
         total = len(prompt.kv[0][0])
         return [
             KVAnnouncement(
@@ -164,7 +164,7 @@ class Bench:
         ]
 
     async def deliver(self, request_id: str, ids: list[int], chunk: int = 32) -> None:
-        """Prefill a reserved request and hand everything over."""
+        """Prefill a reserved request, and send the engine all KV and the logits."""
         prompt = self.prefill(ids)
         await asyncio.gather(
             *(self.engine.announce(piece) for piece in self.pieces(request_id, prompt, chunk))
@@ -175,7 +175,7 @@ class Bench:
         await self.engine.first_logits(FirstLogits(request_id=request_id, logits=prompt.logits))
 
     async def reserve(self, request_id: str, prompt: int, new: int, **more: Any) -> Reserved:
-        """`more` are fields of the reservation or of its options."""
+        """Reserve a request. `more` are fields of the reservation or of its options."""
         names = {field.name for field in fields(RequestOptions)} & more.keys()
         options = RequestOptions(**{name: more.pop(name) for name in names})
         given = {"owner": "me", "options": options, **more}
@@ -186,7 +186,7 @@ class Bench:
         return answer
 
     async def collect(self, job: GenerateJob) -> Answer:
-        """Read a stream to its end, checking the order of its events."""
+        """Read an answer's stream to its end, and check the order of its events."""
         answer = Answer()
         async for event in self.engine.generate(job):
             assert answer.finish is None, "nothing may follow the finish"
@@ -204,7 +204,7 @@ class Bench:
     async def ask(
         self, request_id: str, ids: list[int], sampling: Sampling, keep_tokens: int = 0, **more: Any
     ) -> Answer:
-        """Reservation, prefill and generate."""
+        """Reserve, prefill and generate."""
         await self.reserve(request_id, len(ids), sampling.max_tokens, keep_tokens=keep_tokens, **more)
         await self.deliver(request_id, ids)
         return await self.collect(
@@ -221,7 +221,7 @@ class Bench:
 
 @pytest.fixture
 def single_rank(request: pytest.FixtureRequest) -> None:
-    """For tests that look into rank 0, or let it fail: the others would wait for it."""
+    """Skip a test with several ranks if it inspects rank 0 or makes it fail, since the others would hang."""
     if request.config.getoption("--ranks") > 1:
         pytest.skip("for a single rank")
 

@@ -1,4 +1,4 @@
-"""Layer roles, and one decode step's attention against a plain model of DELTA's Algorithm 2."""
+"""Compares layer roles and one decode step's attention with plain loops of DELTA's Algorithm 2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ D, S, X = LayerRole.DENSE, LayerRole.SCORING, LayerRole.SPARSE
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.4
 
 
-def test_layers_before_the_first_scoring_one_are_dense() -> None:
+def test_layers_before_the_first_delta_layer_are_dense() -> None:
     plan = plan_layers(DecodeConfig(full_layers=(0, 5), delta_layers=(3, 6)), 9)
     assert plan.roles == (D, D, D, S, X, D, S, X, X)
     assert plan.sparse_layers == 3 and plan.calibrated
@@ -39,12 +39,12 @@ def test_layers_before_the_first_scoring_one_are_dense() -> None:
         (DecodeConfig(page_budget=4, recency=5), "recency: 5"),
     ],
 )
-def test_a_wrong_configuration_names_its_key(config: DecodeConfig, words: str) -> None:
+def test_refuses_wrong_layer_settings_with_the_key(config: DecodeConfig, words: str) -> None:
     with pytest.raises(PageSelectionError, match=words):
         plan_layers(config, 9)
 
 
-def test_page_selection_is_looked_up_by_name() -> None:
+def test_requests_page_selection_overrides_the_default() -> None:
     plan = plan_layers(DecodeConfig(delta_layers=(3,)), 9)
     assert plan.selects_pages("", "delta") and plan.selects_pages("delta", "full")
     assert not plan.selects_pages("", "full") and not plan.selects_pages("full", "delta")
@@ -55,7 +55,7 @@ def test_page_selection_is_looked_up_by_name() -> None:
 
 
 class Step:
-    """Random pages of some requests, and DELTA written down for one of them in loops."""
+    """Random pages of several requests, and DELTA's selection for one of them in plain loops."""
 
     def __init__(self, lengths: list[int], plan: LayerPlan, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -120,7 +120,7 @@ class Step:
     seed=st.integers(0, 1000),
     data=st.data(),
 )
-def test_decode_step_runs_algorithm_2_for_each_row_alone(
+def test_each_request_selects_its_own_pages_as_delta_defines(
     lengths: list[int], budget: int, recency: int, seed: int, data: st.DataObject
 ) -> None:
     plan = LayerPlan((D, S, X, D, X, S, X), max(budget, recency), recency)
@@ -136,7 +136,7 @@ def test_decode_step_runs_algorithm_2_for_each_row_alone(
 
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3), seed=st.integers(0, 1000))
-def test_budget_of_every_page_equals_dense_decode(lengths: list[int], seed: int) -> None:
+def test_page_budget_of_all_pages_equals_dense_decode(lengths: list[int], seed: int) -> None:
     made = Step(lengths, LayerPlan((D, S, X, X, S, X), 7, 2), seed)
     delta = made.run(list(range(len(lengths))))
     full = made.run([])

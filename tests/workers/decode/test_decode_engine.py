@@ -1,4 +1,4 @@
-"""The decode engine on a tiny random Llama: what it answers must be what transformers answers."""
+"""Compares the decode engine's answers on a tiny random Llama with transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deltafront.workers.messages.stages import FirstLogits
 from ..prompts import Clock
 
 NEW = 40
-"""More than two pages of 16, so that 33 tokens outgrow a budget of four pages."""
+"""More than two pages of 16 tokens, so that a prompt of 33 tokens exceeds a budget of four pages."""
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
 PROMPTS = (5, 16, 33, 150)
 
@@ -29,7 +29,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_llama: Path) -> Callable[[list[int]], list[int]]:
-    """transformers' greedy continuation."""
+    """Return transformers' greedy continuation."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
@@ -61,7 +61,7 @@ async def test_greedy_tokens_equal_transformers_alone_and_batched(
 
 
 async def test_requests_waiting_only_for_a_batch_slot_count_as_decoding(bench: Any) -> None:
-    """Those whose K/V has not come only wait."""
+    """Requests whose KV has not arrived count as waiting."""
     run = await bench(max_batch=1)
     await run.reserve("unread", 16, 1)
     asked = [asyncio.create_task(run.ask(f"r{i}", prompt(16), GREEDY)) for i in range(3)]
@@ -75,7 +75,7 @@ async def test_requests_waiting_only_for_a_batch_slot_count_as_decoding(bench: A
     await run.engine.cancel("unread")
 
 
-async def test_session_answers_as_the_full_prompt_and_stays_unchanged(
+async def test_session_question_equals_full_prompt_and_keeps_the_session(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
     run = await bench(wall=Clock())
@@ -99,7 +99,7 @@ async def test_session_answers_as_the_full_prompt_and_stays_unchanged(
     assert run.used == 0
 
 
-async def test_keeps_a_session_of_a_session_and_of_a_part_of_a_prompt(
+async def test_keeps_sessions_on_a_session_and_on_part_of_a_prompt(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
     run = await bench()
@@ -143,14 +143,14 @@ async def test_eos_stops_unless_ignored(bench: Any, expected: Callable[[list[int
     greedy = expected(ids)
     end = greedy[7]
     run = await bench()
-    run.engine._scheduler._eos_ids = frozenset({end})  # the tiny model never says its own
+    run.engine._scheduler._eos_ids = frozenset({end})  # the tiny model never generates its own
     stopped = await run.ask("stop", ids, Sampling(max_tokens=NEW))
     assert stopped.ids == greedy[: greedy.index(end) + 1]
     assert stopped.finish.reason is FinishReason.STOP
     assert (await run.ask("on", ids, GREEDY)).ids == greedy
 
 
-async def test_sampled_streams_do_not_depend_on_the_batch(bench: Any) -> None:
+async def test_seeded_samples_do_not_depend_on_the_batch(bench: Any) -> None:
     run = await bench(max_batch=3)
     ids = prompt(33)
     samplings = [
@@ -171,7 +171,7 @@ async def test_sampled_streams_do_not_depend_on_the_batch(bench: Any) -> None:
         assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)
 
 
-async def test_logprobs_are_those_of_the_unmodified_distribution(bench: Any) -> None:
+async def test_logprobs_ignore_temperature_top_k_and_top_p(bench: Any) -> None:
     run = await bench()
     ids = prompt(16)
     answer = await run.ask(
@@ -183,7 +183,7 @@ async def test_logprobs_are_those_of_the_unmodified_distribution(bench: Any) -> 
         ids = [*ids, event.token_id]
 
 
-async def test_delta_with_a_budget_of_every_page_equals_full(
+async def test_delta_with_a_budget_of_all_pages_equals_full(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
     run = await bench(
@@ -198,7 +198,7 @@ async def test_delta_with_a_budget_of_every_page_equals_full(
         assert report.pages_held == 2 * sum(-(-(length + i) // 16) for i in range(1, NEW))
 
 
-async def test_delta_attends_to_its_budget_and_leaves_full_rows_alone(
+async def test_delta_attends_to_its_budget_and_full_rows_to_all_pages(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
     run = await bench(page_selection="delta", delta_layers=(2,), page_budget=4, recency=2)
@@ -248,7 +248,7 @@ async def test_latency_parts_add_up_to_the_time_to_first_token(bench: Any) -> No
     )
     getting = asyncio.ensure_future(anext(more))
     await asyncio.sleep(0)
-    clock.now += 1.5  # a batch of one: it waits for the first stream's end
+    clock.now += 1.5  # with max_batch 1, it waits until the first stream ends
     assert [event async for event in stream][-1].reason is FinishReason.LENGTH
     report = (await getting).report
     assert report.decode_wait == pytest.approx(1.5) and report.handoff_exposed == 0

@@ -1,4 +1,4 @@
-"""A decode worker's refusals and failures. Its pages always return to the pool."""
+"""Tests a decode worker's refusals and failures. Its pages always return to the pool."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def refusal(run: Any, **reservation: Any) -> Refused:
 # --- refusals -------------------------------------------------------------------------------------------
 
 
-async def test_refusals_name_their_reason_and_take_nothing(bench: Any) -> None:
+async def test_refuses_with_the_reason_and_reserves_no_page(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("a", 300, 20)
     assert (await refusal(run, request_id="a")).reason is RefusalReason.DUPLICATE
@@ -64,7 +64,7 @@ async def test_refusals_name_their_reason_and_take_nothing(bench: Any) -> None:
     assert run.used == 0
 
 
-async def test_context_limit_includes_the_session(bench: Any) -> None:
+async def test_context_limit_counts_the_sessions_tokens(bench: Any) -> None:
     run = await bench(cache_tokens=4096)
     kept = (await run.ask("a", ids_of(500), SHORT, keep_tokens=500)).first.session.session_id
     reservation = {"session_id": kept, "new_tokens": 500}
@@ -72,7 +72,7 @@ async def test_context_limit_includes_the_session(bench: Any) -> None:
     await run.reserve("fits", 500, 24, session_id=kept)
 
 
-async def test_session_belongs_to_its_owner_until_it_expires(bench: Any) -> None:
+async def test_only_the_owner_uses_a_session_until_it_expires(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock, max_session_ttl_s=100.0)
     first = await run.ask("a", ids_of(40), SHORT, keep_tokens=40, keep_ttl_s=500.0)
@@ -105,7 +105,7 @@ async def test_session_belongs_to_its_owner_until_it_expires(bench: Any) -> None
         ({"keep_tokens": 41}, "keep_tokens 41"),
     ],
 )
-async def test_job_that_contradicts_its_reservation_fails(
+async def test_fails_a_job_that_contradicts_its_reservation(
     bench: Any, change: dict[str, Any], words: str
 ) -> None:
     run = await bench()
@@ -116,7 +116,7 @@ async def test_job_that_contradicts_its_reservation_fails(
     assert run.used == 0
 
 
-async def test_appended_ids_are_checked(bench: Any) -> None:
+async def test_fails_appended_token_ids_that_do_not_fit(bench: Any) -> None:
     run = await bench()
     session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
     for name, count, ids, words in (
@@ -136,7 +136,7 @@ async def test_appended_ids_are_checked(bench: Any) -> None:
         await run.reserve("session", 4, 8, session_id=session, resume_tokens=2)
 
 
-async def test_generating_without_or_beside_a_reservation_fails(bench: Any) -> None:
+async def test_fails_a_job_without_reservation_and_a_second_job(bench: Any) -> None:
     run = await bench()
     answer = await run.collect(GenerateJob(request_id="nobody", sampling=SHORT))
     assert answer.finish.reason is FinishReason.FAILED and "not reserved" in answer.finish.message
@@ -149,7 +149,7 @@ async def test_generating_without_or_beside_a_reservation_fails(bench: Any) -> N
     assert len((await first).tokens) == 8
 
 
-def test_a_configuration_that_does_not_fit_fails_at_start(tiny_stack: Any) -> None:
+def test_refuses_to_start_with_settings_the_model_does_not_fit(tiny_stack: Any) -> None:
     from deltafront.workers.decode.engine import DecodeEngine
     from deltafront.workers.settings import DecodeConfig
 
@@ -160,14 +160,14 @@ def test_a_configuration_that_does_not_fit_fails_at_start(tiny_stack: Any) -> No
 # --- endings --------------------------------------------------------------------------------------------
 
 
-async def test_a_deadline_ends_a_stream(bench: Any) -> None:
+async def test_deadline_ends_a_running_stream(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock)
     launch = run.engine._runner.launch
 
     def slower_once_late(rows: Any, masks: Any = ()) -> Any:
         if clock.now >= 1001.0:
-            time.sleep(0.02)  # 400 steps of these would take far longer than a look at the deadlines
+            time.sleep(0.02)  # slow steps, so that the deadline is checked before 400 of them end
         return launch(rows, masks)
 
     run.engine._runner.launch = slower_once_late
@@ -204,7 +204,8 @@ async def test_cancels_requests_whose_lease_is_not_renewed(bench: Any) -> None:
 
 
 async def test_lease_that_expired_during_a_pause_can_still_be_renewed(bench: Any) -> None:
-    """The clock jumps, as after a pause of the whole process; the door's renewals come right after."""
+    """The clock jumps, as after a pause of the whole process. The API server's renewals arrive right
+    after."""
     clock = Clock()
     run = await bench(clock=clock, stream_lease_s=5.0)
     await run.reserve("renewed", 40, 8)
@@ -219,8 +220,8 @@ async def test_lease_that_expired_during_a_pause_can_still_be_renewed(bench: Any
     await run.engine.cancel("renewed")
 
 
-async def test_session_survives_only_if_its_door_got_the_finish(bench: Any) -> None:
-    """A door that dies before its request ends never told its client of the session."""
+async def test_session_is_kept_only_if_the_api_server_got_the_last_event(bench: Any) -> None:
+    """An API server that dies earlier has never told its client of the session."""
     clock = Clock()
     run = await bench(clock=clock, stream_lease_s=5.0)
     for name in ("heard", "unheard"):
@@ -235,7 +236,7 @@ async def test_session_survives_only_if_its_door_got_the_finish(bench: Any) -> N
     assert (await run.engine.stats()).sessions == 1
 
 
-async def test_stats_tell_what_each_owner_holds_through_each_door(bench: Any) -> None:
+async def test_stats_count_each_owners_tokens_by_api_server(bench: Any) -> None:
     run = await bench()
     await run.ask("kept", ids_of(40), SHORT, keep_tokens=30, keep_ttl_s=60.0)
     await run.engine.renew(["kept"])
@@ -243,7 +244,7 @@ async def test_stats_tell_what_each_owner_holds_through_each_door(bench: Any) ->
     await run.reserve("b", 20, 0, door="one")
     await run.reserve("c", 10, 5, door="two")
     await run.reserve("d", 10, 5, owner="you", door="two")
-    await run.reserve("resumed", 10, 5, door="two", resume_tokens=7)  # of the answer, read behind the prompt
+    await run.reserve("resumed", 10, 5, door="two", resume_tokens=7)  # tokens of the answer
     wanted = {
         OwnerUse(owner="me", door="", requests=0, tokens=30),
         OwnerUse(owner="me", door="one", requests=2, tokens=68),
@@ -257,7 +258,7 @@ async def test_stats_tell_what_each_owner_holds_through_each_door(bench: Any) ->
 
 
 async def test_session_of_a_running_request_counts_once_per_owner(bench: Any) -> None:
-    """While its answer streams its session has the same pages."""
+    """While its answer streams, the request and its session have the same pages."""
     run = await bench()
     ids = ids_of(40)
     await run.reserve("a", 40, 30, keep_tokens=33, keep_ttl_s=60.0, door="one")
@@ -319,7 +320,7 @@ async def test_running_streams_do_not_wait_for_a_long_extend(bench: Any) -> None
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
-async def test_random_cancels_at_random_moments_leave_no_page(bench: Any, looks_ahead: bool) -> None:
+async def test_random_cancels_leave_no_page_in_use(bench: Any, looks_ahead: bool) -> None:
     run = await bench(looks_ahead=looks_ahead, max_batch=4, cache_tokens=4096, append_chunk_tokens=16)
     chance = random.Random(3)
     session = (await run.ask("s", ids_of(50), SHORT, keep_tokens=50)).first.session.session_id

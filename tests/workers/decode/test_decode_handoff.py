@@ -1,4 +1,5 @@
-"""The receiving end of the hand-off: what it ignores, what ends a request, and what the sender hears."""
+"""Tests a decode worker's end of the KV hand-off: ignored messages, failed requests, and errors to the
+sender."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ async def test_repeated_and_unknown_announcements_are_ignored(bench: Any) -> Non
     assert answer.finish.report.handoff_bytes == alone.finish.report.handoff_bytes
 
 
-async def test_layers_announced_together_count_once_each(bench: Any) -> None:
-    """All layers of a chunk in one message, one of them announced alone before."""
+async def test_counts_a_layer_once_if_it_is_announced_twice(bench: Any) -> None:
+    """One message has all layers of a chunk. Another has announced one of the layers before."""
     run = await bench()
     ids = ids_of(70)
     alone = await run.ask("alone", ids, SHORT)
@@ -83,7 +84,7 @@ async def test_bad_announcements_fail_the_request_and_reach_the_sender(
     answer = await run.collect(GenerateJob(request_id="a", sampling=SHORT))
     assert answer.finish.reason is FinishReason.NO_KV and words in answer.finish.message
     assert run.used == 0
-    await run.reserve("a", 70, 8)  # the id is free again
+    await run.reserve("a", 70, 8)  # the id can be used again
     await run.engine.cancel("a")
 
 
@@ -108,7 +109,7 @@ async def test_keep_refuses_ids_of_another_length_and_cancel_frees_pages(bench: 
     assert run.used == 0
 
 
-async def test_keep_needs_a_known_request_before_its_deadline(bench: Any) -> None:
+async def test_keep_refuses_unknown_requests_and_passed_deadlines(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock)
     unknown = await run.engine.keep(KeepSession(request_id="nobody"))
@@ -136,8 +137,8 @@ async def test_wrong_logits_fail_the_request(bench: Any) -> None:
     assert answer.finish.reason is FinishReason.FAILED and "not finite" in answer.finish.message
 
 
-async def test_step_time_is_shared_among_the_requests_of_a_batch(bench: Any) -> None:
-    """Rows divided by steps is the mean batch size, whatever each batch held."""
+async def test_requests_of_a_batch_share_each_decode_step(bench: Any) -> None:
+    """The sum of the requests' own steps is the number of steps."""
     run = await bench()
     runner, batches = run.engine._runner, []
     launch = runner.launch
@@ -158,7 +159,7 @@ async def test_step_time_is_shared_among_the_requests_of_a_batch(bench: Any) -> 
     assert sum(report.own_steps for report in reports) == pytest.approx(len(batches))
 
 
-def test_hand_off_time_of_parts_sent_together_counts_once() -> None:
+def test_overlapping_kv_transfers_count_their_time_once() -> None:
     now, times = [0.0], RequestTimes()
 
     def clock() -> float:

@@ -1,4 +1,5 @@
-"""Resumed prompts: a decode worker keeps their KV when the prefill group dies, and sends it to the next."""
+"""Tests resumed prompts: a decode worker keeps a prompt's KV when the prefill group dies, and sends it to the
+next group."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ IDS = [(7 * i) % 198 for i in range(150)]
 
 
 def arrival_of(*written: tuple[int, int, int], layers: int = 2, tokens: int = 100) -> KVArrival:
-    """(layer, start, tokens) that are here."""
+    """Make an arrival with these ranges written: (layer, start, tokens)."""
     arrival = KVArrival(layers, tokens)
     for part in written:
         assert arrival.claim(*part)
@@ -32,7 +33,7 @@ def arrival_of(*written: tuple[int, int, int], layers: int = 2, tokens: int = 10
     return arrival
 
 
-def test_resume_point_is_where_every_layer_has_its_kv() -> None:
+def test_resumes_where_every_layers_kv_has_arrived() -> None:
     arrival = arrival_of((0, 0, 32), (0, 32, 32), (0, 64, 36), (1, 0, 32), (1, 32, 32))
     assert arrival.claim(1, 64, 36), "announced, and still on its way"
     assert arrival.resume_point([32, 64, 100]) == 64
@@ -44,7 +45,7 @@ def test_resume_point_is_where_every_layer_has_its_kv() -> None:
     assert arrival_of((0, 32, 32), (1, 32, 32)).resume_point([64]) == 0
 
 
-def test_kv_after_the_resume_point_may_be_announced_again() -> None:
+def test_accepts_kv_after_the_resume_point_again() -> None:
     arrival = arrival_of((0, 0, 32), (0, 32, 32), (1, 0, 32))
     arrival.claim(1, 32, 32)
     rest = arrival.until(32)
@@ -82,8 +83,8 @@ async def test_resumed_prompt_answers_as_an_uninterrupted_one(bench: Callable[..
 async def test_answer_resumes_after_the_tokens_already_generated(
     bench: Callable[..., Any], sampling: Sampling, answered: int
 ) -> None:
-    """On another worker, which gets the prompt's K/V and reads the answer's tokens itself, in chunks of 48.
-    What the prompt's own logits say is of no use."""
+    """Another worker gets the prompt's KV and prefills the answer's tokens in chunks of 48. It does not use
+    the prompt's logits."""
     run, left = await bench(), sampling.max_tokens
     whole = await run.ask("whole", IDS, replace(sampling, max_tokens=answered + left))
     await run.reserve("rest", len(IDS), left, resume_tokens=answered)
@@ -96,8 +97,8 @@ async def test_answer_resumes_after_the_tokens_already_generated(
     assert rest.finish.report.append_prefill > 0
 
 
-async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Callable[..., Any]) -> None:
-    """A stage dies with what it has announced: the owner of the arrays is gone."""
+async def test_lost_kv_fails_the_request_unless_it_is_resumed(bench: Callable[..., Any]) -> None:
+    """A stage dies with announced KV: the owner of the arrays is gone."""
     run = await bench()
     prompt = run.prefill(IDS)
 
@@ -131,12 +132,13 @@ async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Ca
 
 
 def wrong(piece: KVAnnouncement) -> KVAnnouncement:
-    """Return the announcement with other KV, like one of a failed group."""
+    """Return the announcement with other KV, as a failed group might send it."""
     return replace(piece, payload=tuple(np.full_like(x, 9.0) for x in piece.payload))
 
 
 def pulled_late(run: Any, piece: KVAnnouncement, release: asyncio.Event) -> asyncio.Task[None]:
-    """An announcement whose K/V, None if that is lost, comes once it is released."""
+    """Announce KV whose transfer ends only after `release`. If the payload is None, the transfer then
+    fails."""
 
     async def late() -> Any:
         await release.wait()
@@ -151,7 +153,7 @@ def pulled_late(run: Any, piece: KVAnnouncement, release: asyncio.Event) -> asyn
 async def test_kv_in_flight_from_an_abandoned_prefill_is_not_written(
     bench: Callable[..., Any],
 ) -> None:
-    """An announcement that is still being pulled when the request is resumed, and fails or ends later."""
+    """Two transfers run while the request is resumed. Later one ends and the other fails."""
     run = await bench()
     whole = await run.ask("whole", IDS, SHORT)
     prompt, release = run.prefill(IDS), asyncio.Event()
@@ -186,8 +188,8 @@ async def test_ignores_kv_and_logits_of_an_abandoned_prefill(bench: Callable[...
 
 
 @pytest.mark.usefixtures("single_rank")
-async def test_late_kv_of_an_abandoned_prefill_does_not_start_it_twice(bench: Callable[..., Any]) -> None:
-    """It comes while the request reads what is appended to its prompt."""
+async def test_late_kv_of_an_abandoned_prefill_starts_no_second_decode(bench: Callable[..., Any]) -> None:
+    """The KV arrives while the worker prefills appended tokens."""
     run = await bench(append_chunk_tokens=16)
     prompt, release = run.prefill(IDS), asyncio.Event()
     await run.reserve("a", len(IDS), 8, resume_tokens=200)

@@ -1,4 +1,4 @@
-"""The decode runner: memory at fixed addresses, rows that come and go, and a page that no request owns."""
+"""Tests the decode runner: buffers at fixed addresses, rows that join and leave, and the scratch page."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_runner(stack: LayerStack) -> DecodeRunner:
 
 
 class Request:
-    """A prompt read into pages of its own, and its answer. All but the pages follows from `seed`."""
+    """A prompt prefilled into its own pages, and its answer. All but the pages depends only on `seed`."""
 
     def __init__(self, runner: DecodeRunner, seed: int, free: list[int]) -> None:
         chance = random.Random(seed)
@@ -71,7 +71,7 @@ def tensors(rows: StepRows) -> dict[str, torch.Tensor]:
 
 
 def poison(runner: DecodeRunner, pages: Sequence[int]) -> None:
-    """All is NaN, in 8 bits e4m3's."""
+    """Fill pages with NaN; in 8 bits, with the NaN of e4m3."""
     cache = runner.cache
     for side in cache.sides[:2]:
         side[:, list(pages)] = NOT_A_NUMBER if cache.int8 else float("nan")
@@ -84,7 +84,7 @@ def written(runner: DecodeRunner, pages: Sequence[int]) -> bool:
 
 
 def churn(runner: DecodeRunner, seed: int, steps: int, after: Callable[[list[int]], None]) -> list[Request]:
-    """Steps of requests that come and go at random, whatever they are answered; all of them. after: called
+    """Run decode steps in which requests join and leave at random, and return all requests. `after` is called
     with the free pages after each step."""
     chance = random.Random(seed)
     live: list[Request] = []
@@ -107,8 +107,10 @@ def churn(runner: DecodeRunner, seed: int, steps: int, after: Callable[[list[int
 
 
 @pytest.mark.parametrize(("seed", "steps"), [(0, 256), (1, 50), (2, 50)])
-def test_batched_rows_decode_as_alone_in_fixed_buffers(tiny_stack: LayerStack, seed: int, steps: int) -> None:
-    """Padding does not matter: it touches only the scratch page, which no request reads."""
+def test_batched_requests_get_the_tokens_they_get_alone(
+    tiny_stack: LayerStack, seed: int, steps: int
+) -> None:
+    """Padding does not matter: it touches only the scratch page, which no request uses."""
     runner = make_runner(tiny_stack)
     poison(runner, range(PAGES + 1))
     before = {name: x.data_ptr() for name, x in tensors(runner._rows).items()}
@@ -134,7 +136,7 @@ def test_batched_rows_decode_as_alone_in_fixed_buffers(tiny_stack: LayerStack, s
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cuda_graphs_choose_the_same_tokens_as_eager_steps(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_cuda_graphs_sample_the_same_tokens_as_eager_steps(tmp_path: Path, dtype: torch.dtype) -> None:
     directory = make_tiny_model(tmp_path)
     config = read_config(directory)
     stack = load_stack(
@@ -161,7 +163,7 @@ def test_cuda_graphs_choose_the_same_tokens_as_eager_steps(tmp_path: Path, dtype
     assert graphs._graphs is captured, "nothing is captured later"
 
 
-def test_step_takes_slices_of_the_row_buffers_with_padding_after() -> None:
+def test_step_uses_slices_of_fixed_buffers_and_pads_after_requests() -> None:
     device, pages = torch.device("cpu"), (3, 600, 2)
     rows = StepRows(rows=6, pages=2000, vocab=198, scratch_page=5000, device=device)
     made = [
@@ -197,7 +199,7 @@ def test_step_takes_slices_of_the_row_buffers_with_padding_after() -> None:
         (16, 32768, {1, 2, 4, 8, 16}, {512, 2048, 8192, 32768}),
     ],
 )
-def test_batches_are_padded_to_few_shapes(rows: int, pages: int, sizes: set[int], widths: set[int]) -> None:
+def test_pads_batches_to_few_shapes(rows: int, pages: int, sizes: set[int], widths: set[int]) -> None:
     made = StepRows(rows, pages, vocab=198, scratch_page=0, device=torch.device("cpu"))
     shapes = [batch.shape for batch in made.padding(selecting=True)]
     full = {BatchShape(size, max(widths), False) for size in sizes}
@@ -208,7 +210,7 @@ def test_batches_are_padded_to_few_shapes(rows: int, pages: int, sizes: set[int]
 
 @pytest.mark.parametrize("max_batch", [1, 3])
 async def test_warm_up_writes_only_to_the_scratch_page(bench: Any, max_batch: int) -> None:
-    """No request ever gets that page: the pool has its configured size without it."""
+    """No request ever gets the scratch page: the pool has its configured size without it."""
     run = await bench(
         warm_up=True,
         cache_tokens=512,
@@ -230,7 +232,7 @@ async def test_warm_up_writes_only_to_the_scratch_page(bench: Any, max_batch: in
 
 
 def test_prefill_in_layer_parts_equals_one_pass_bit_for_bit(tiny_stack: LayerStack) -> None:
-    """Two reads over one document alternate, and a third is abandoned."""
+    """Two prefills over one document alternate, and a third is abandoned."""
     whole, parts = make_runner(tiny_stack), make_runner(tiny_stack)
     chance, layers = random.Random(5), tiny_stack.layers.stop
     document = Read(0, array("I", [chance.randrange(198) for _ in range(400)]))

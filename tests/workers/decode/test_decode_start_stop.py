@@ -1,4 +1,4 @@
-"""A decode worker before it serves, and after it has stopped."""
+"""Tests a decode worker before it serves, and after it has stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESERVATION = Reservation(request_id="a", owner="me", new_tokens=10, max_tokens=
 
 
 class WarmUp:
-    """A warm-up that lasts until it is let go."""
+    """A warm-up that lasts until `release` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.let_go = threading.Event()
@@ -58,7 +58,7 @@ async def test_serves_no_request_before_the_warm_up_ends(
 
 
 async def test_closing_leaves_no_task_running(bench: Any, tiny_stack: LayerStack) -> None:
-    """Neither its own loops nor a pull that nothing ever comes of."""
+    """Neither the engine's loops, nor a KV transfer that never ends."""
     run = await bench()
     before = asyncio.all_tasks() - set(run.engine._tasks)
     engine = DecodeEngine(

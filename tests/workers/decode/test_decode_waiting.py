@@ -1,4 +1,5 @@
-"""Reservations that wait for pages: who gets them, when, and what is left of who leaves."""
+"""Tests reservations that wait for pages: their order, their length, and that nothing is left of cancelled
+ones."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ small = st.integers(1, 6)
 def test_predicted_time_until_pages_are_free_equals_a_simulation(
     pages: int, free: int, returns: list[tuple[int, int]], ahead: list[int], hold: int
 ) -> None:
-    """The simulation goes second by second: ending requests free pages, then the first in the queue takes its
-    own."""
+    """The simulation advances in seconds: first ending requests free pages, then the first reservation in the
+    queue takes its pages."""
     found = seconds_until_room(pages, free, returns, ahead, hold)
     ends, line = list(returns), [*ahead, pages]
     for second in itertools.count():
@@ -55,7 +56,7 @@ def test_predicted_time_until_pages_are_free_equals_a_simulation(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 9))), max_size=6))
-def test_shared_page_is_free_when_its_last_holder_ends(held: list[tuple[int, set[int]]]) -> None:
+def test_shared_page_is_free_when_its_last_user_ends(held: list[tuple[int, set[int]]]) -> None:
     found = dict(page_returns(held))
     for second in range(6):
         back = [
@@ -82,7 +83,7 @@ def reservation_of(name: str, tokens: int, **more: Any) -> Reservation:
 
 
 async def reserving(run: Any, *reservations: Reservation) -> list[asyncio.Task[Any]]:
-    """Asked for one after the other."""
+    """Start to reserve these requests, one after the other."""
     tasks = []
     for one in reservations:
         tasks.append(asyncio.create_task(run.engine.reserve(one)))
@@ -143,7 +144,7 @@ async def test_cancel_deadline_lease_or_time_limit_ends_a_wait(bench: Any) -> No
         await asyncio.sleep(0.25)
     assert (await late).reason is RefusalReason.DEADLINE
     with pytest.raises(DecodeFailed, match="no door renewed"):
-        await lost  # once it was looked at a few times
+        await lost  # after a few checks
     assert not patient.done() and not last.done()
     await run.engine.cancel("all")
     assert isinstance(await patient, Reserved)
@@ -175,7 +176,7 @@ async def test_refuses_a_long_wait_at_once_with_a_retry_time(bench: Any) -> None
     await run.engine.cancel("d")
 
 
-async def test_disconnected_caller_leaves_the_queue(bench: Any) -> None:
+async def test_reservation_of_a_disconnected_caller_leaves_the_queue(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("all", 640, 0)
     first, second = await reserving(run, reservation_of("first", 640), reservation_of("second", 640))
@@ -192,7 +193,7 @@ async def test_closing_ends_waiting_reservations(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("all", 640, 0)
     (waiting,) = await reserving(run, reservation_of("waiting", 16))
-    run.may_fault = True  # a closed engine's loops have stopped
+    run.may_fault = True  # the loops of a closed engine have stopped
     await run.engine.close()
     with pytest.raises(DecodeFailed, match="shutting down"):
         await waiting

@@ -1,4 +1,5 @@
-"""The decode actor on a real Ray: found by name, fed through the object store, watched by its replica."""
+"""Tests the decode actor on a real Ray: found by name, fed through the object store, checked by its
+replica."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ from ..tiny_model import make_tiny_model
 
 NEW = 20
 FEW = 6
-"""Tokens of an answer by two ranks, which wait for each other in every layer: slow on busy cores."""
+"""Tokens of an answer by two ranks. They wait for each other in every layer, which is slow on busy cores."""
 HANG_S = 300.0
-"""Longest wait for what must happen: a guard against hanging, never a measure."""
+"""Maximum seconds to wait for an expected event, so that a failing test does not hang."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ async def stream(actor: Any, job: GenerateJob) -> AsyncIterator[Any]:
 
 @pytest.fixture(scope="module")
 def replica_of_two(cluster: Any, tiny_llama: Path) -> Iterator[Any]:
-    """A worker of two ranks."""
+    """A worker with two ranks."""
     from deltafront.workers.decode.worker import DecodeReplica
 
     config = DecodeConfig(
@@ -67,7 +68,7 @@ def replica_of_two(cluster: Any, tiny_llama: Path) -> Iterator[Any]:
 
 
 async def answer_of(cluster: Any, replica: Any, run: Any, request_id: str, ids: list[int]) -> list[int]:
-    """A prompt's answer through Ray. All its pages are free afterwards."""
+    """Return a prompt's answer through Ray. All its pages are free afterwards."""
     from deltafront.workers.kv.handoff.object_store import ObjectStoreOutbox
     from deltafront.workers.kv.handoff.outbox import Delivery
 
@@ -90,7 +91,7 @@ async def answer_of(cluster: Any, replica: Any, run: Any, request_id: str, ids: 
 async def test_worker_of_two_ranks_is_replaced_when_either_rank_dies(
     cluster: Any, replica_of_two: Any, bench: Any
 ) -> None:
-    """Each rank is killed once; requests at once, and one after the other."""
+    """Each rank is killed once. Requests run concurrently and one after the other."""
     run, replica = await bench(), replica_of_two
     prompts = [np.random.default_rng(n).integers(0, 198, 40 + 30 * n).tolist() for n in range(3)]
     wanted = [(await run.ask("here", ids, Sampling(max_tokens=FEW, ignore_eos=True))).ids for ids in prompts]
@@ -109,9 +110,7 @@ async def test_worker_of_two_ranks_is_replaced_when_either_rank_dies(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_start_names_the_tensor_that_a_model_lacks_on_any_ranks(
-    cluster: Any, tmp_path: Path, ranks: int
-) -> None:
+def test_start_names_a_missing_tensor_with_one_rank_or_two(cluster: Any, tmp_path: Path, ranks: int) -> None:
     from deltafront.workers.decode.worker import DecodeReplica
 
     directory = make_tiny_model(tmp_path / "tiny")
@@ -124,7 +123,7 @@ def test_start_names_the_tensor_that_a_model_lacks_on_any_ranks(
 
 
 def test_start_fails_if_a_rank_fails(cluster: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 would wait for it in its first sum."""
+    """Otherwise rank 0 would wait for it in its first all-reduce."""
     from deltafront.workers.decode import worker
 
     class Failing(worker.RankActor):  # type: ignore[misc]
@@ -155,7 +154,7 @@ def test_start_fails_if_a_rank_does_not_answer(cluster: Any, monkeypatch: pytest
 
 
 @pytest.mark.long
-async def test_a_rank_that_hangs_is_replaced_with_its_worker(
+async def test_worker_is_replaced_when_a_rank_hangs(
     cluster: Any, replica_of_two: Any, bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deltafront.workers.decode import worker
@@ -177,7 +176,7 @@ async def test_a_rank_that_hangs_is_replaced_with_its_worker(
     assert await answer_of(cluster, replica, run, "again", ids) == wanted
 
 
-async def test_an_answer_through_ray_equals_the_engine_in_one_process(
+async def test_answer_through_ray_equals_an_in_process_engines(
     cluster: Any, replica: Any, bench: Any
 ) -> None:
     from deltafront.workers.kv.handoff.object_store import ObjectStoreOutbox
@@ -258,7 +257,7 @@ async def test_dead_actor_is_replaced_in_its_replica(cluster: Any, replica: Any)
 
 
 async def test_replica_that_cannot_replace_its_actor_stays_unhealthy(cluster: Any, replica: Any) -> None:
-    """Must be the last test here: it makes the shared replica unusable."""
+    """This must be the last test of the shared replica, because it makes the replica unusable."""
     await replica.check_health()
 
     def broken() -> None:
@@ -278,7 +277,7 @@ async def test_replica_that_cannot_replace_its_actor_stays_unhealthy(cluster: An
 async def test_worker_whose_rank_cannot_restart_stays_unhealthy(
     cluster: Any, replica_of_two: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test of the worker of two ranks."""
+    """This must be the last test of the worker with two ranks."""
     from deltafront.workers.decode import worker
 
     class Broken(worker.RankActor):  # type: ignore[misc]

@@ -1,5 +1,5 @@
-"""K/V that a decode worker saves on disk outlives it, and answers as it would have. It is read again where a
-file is gone, changed or of another model."""
+"""Tests KV that a decode worker saves on disk: later workers give the same answers from it, and prefill again
+if a file is gone, changed or of another model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _IN_HEADER = {
     "another type": (b'"dtype":"F32"', b'"dtype":"I32"'),
     "another shape": (b'"shape":[6,16,', b'"shape":[16,6,'),
 }
-"""Bytes of a file's header that leave it a file of tensors."""
+"""Changes to a file's header after which it is still a valid safetensors file."""
 
 
 def files(folder: Path) -> list[Path]:
@@ -61,7 +61,7 @@ def started(bench: Any, tmp_path: Path) -> Any:
     return start
 
 
-async def test_another_worker_answers_from_disk(started: Any, expected: Expected) -> None:
+async def test_later_worker_answers_from_kv_on_disk(started: Any, expected: Expected) -> None:
     first = await started()
     await read(first, "first", DOCUMENT)
     await saved(first)
@@ -100,7 +100,8 @@ async def test_disk_completes_a_prefix_that_is_partly_in_host_memory(
 
 @pytest.mark.parametrize("gives_up", ["cancels", "goes"])
 async def test_disconnect_during_a_disk_load_frees_everything(started: Any, gives_up: str) -> None:
-    """It has no pages yet, and gets none. Its beginning is in host memory, the rest on disk alone."""
+    """The request has no pages yet, and gets none. The prompt's beginning is in host memory, the rest only on
+    disk."""
     first = await started()
     await read(first, "first", DOCUMENT)
     await saved(first)
@@ -186,7 +187,7 @@ async def test_retained_prompt_stays_on_disk_for_other_workers(started: Any, tmp
     assert [await found(fresh, prompt(GROUP + 20, seed=seed)) for seed in (0, 2)] == [GROUP, 0]
 
 
-async def test_full_disk_fails_no_request(
+async def test_full_disk_does_not_fail_requests(
     started: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await started()
@@ -200,7 +201,7 @@ async def test_full_disk_fails_no_request(
     assert (len(run.engine._tiers.store), run.engine._tiers.store.lost, run.engine.fault) == (0, 2, "")
 
 
-async def test_disk_that_cannot_delete_fails_no_request(
+async def test_failed_deletion_on_disk_does_not_fail_requests(
     started: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await started()
@@ -215,7 +216,7 @@ async def test_disk_that_cannot_delete_fails_no_request(
     assert (len(run.engine._tiers.store), run.engine.fault) == (1, "")
 
 
-def test_refuses_files_of_another_kv_cache(tmp_path: Path) -> None:
+def test_does_not_use_files_of_another_kv_format(tmp_path: Path) -> None:
     ours, theirs = KVFiles(tmp_path, "a model"), KVFiles(tmp_path, "another")
     name, sides = bytes(32), [torch.randn(2, 3), torch.arange(6, dtype=torch.uint8)]
     ours.save(name, sides)

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: they validate, leave others alone, and are resumed."""
+"""Tests answers that must match a grammar."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
-    """Grammars with a tokenizer for the tiny Llama: printable ASCII and some longer tokens."""
+    """Make grammars with a tokenizer for the tiny Llama: printable ASCII and some longer tokens."""
     directory = tmp_path_factory.mktemp("tokenizer")
     names = [*("Ġ" if token == " " else token for token in TOKENS)]
     names += [f"<{number}>" for number in range(len(names), EOS)] + ["</s>"]
@@ -71,8 +71,10 @@ def check(answer: Any, schema: Any) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-async def test_rows_of_a_batch_follow_their_own_grammars(bench: Any, grammars: Grammars, ahead: bool) -> None:
-    """Free rows choose what they choose alone, and constrained ones too."""
+async def test_requests_of_a_batch_match_their_own_grammars(
+    bench: Any, grammars: Grammars, ahead: bool
+) -> None:
+    """Each row samples the same tokens as alone, with or without a grammar."""
     run, alone = await bench(grammars=grammars, looks_ahead=ahead), await bench(grammars=grammars)
     asked = [(1, PERSON), (2, None), (3, {"enum": ["yes", "no"]}), (4, None), (5, PERSON)]
     together = await asyncio.gather(*(ask(run, f"r{n}", n, schema, 120) for n, schema in asked))
@@ -83,7 +85,7 @@ async def test_rows_of_a_batch_follow_their_own_grammars(bench: Any, grammars: G
             check(answer, schema)
 
 
-async def test_next_request_in_a_row_has_no_grammar_mask(bench: Any, grammars: Grammars) -> None:
+async def test_next_request_in_a_batch_row_gets_no_old_mask(bench: Any, grammars: Grammars) -> None:
     run, plain = await bench(grammars=grammars), await bench()
     check(await ask(run, "a", 1, PERSON), PERSON)
     found = await asyncio.gather(ask(run, "b", 2, None, 60), ask(run, "c", 3, PERSON, 60))
@@ -107,14 +109,14 @@ async def test_resumed_answer_continues_its_grammar(bench: Any, grammars: Gramma
 
 
 async def test_answer_ends_where_its_grammar_ends(bench: Any, grammars: Grammars) -> None:
-    """Also one that ignores end tokens."""
+    """Also if the request ignores end-of-sequence tokens."""
     run = await bench(grammars=grammars)
     ignoring = Sampling(max_tokens=50, ignore_eos=True)
     answer = await run.ask("a", prompt(1), ignoring, **options('start: "ab"'))
     assert (text_of(answer.ids), answer.finish.reason) == ("ab", FinishReason.STOP)
 
 
-async def test_wrong_grammar_fails_its_request_alone(bench: Any, grammars: Grammars) -> None:
+async def test_wrong_grammar_fails_only_its_request(bench: Any, grammars: Grammars) -> None:
     run = await bench(grammars=grammars)
     bad, good = await asyncio.gather(
         run.ask("a", prompt(1), sampled(1), **options("start: nothing")), ask(run, "b", 2, PERSON)
@@ -124,7 +126,7 @@ async def test_wrong_grammar_fails_its_request_alone(bench: Any, grammars: Gramm
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-async def test_answer_fails_before_a_token_that_no_mask_chose(
+async def test_answer_fails_rather_than_use_a_token_without_a_mask(
     bench: Any, grammars: Grammars, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     run, masks, mask = await bench(grammars=grammars, looks_ahead=ahead), [], GrammarState.mask
@@ -139,11 +141,11 @@ async def test_answer_fails_before_a_token_that_no_mask_chose(
     answer = await ask(run, "a", 1, PERSON)
     assert (answer.finish.reason, answer.finish.message) == (FinishReason.FAILED, "too much work")
     assert 0 < len(answer.ids) <= 3
-    grammars.begin(json_grammar(json.dumps(PERSON)), answer.ids)  # raises if they do not follow it
+    grammars.begin(json_grammar(json.dumps(PERSON)), answer.ids)  # raises if the answer does not match
 
 
 def test_any_end_token_may_end_an_answer(grammars: Grammars) -> None:
-    """Ids that the model has no logit for are left out."""
+    """End tokens without a logit are ignored."""
     several = Grammars(grammars._directory, VOCAB, (9999, EOS, 150, 7, 10_000))
     state = several.begin('start: "a"*')
     mask = state.mask()
@@ -171,9 +173,7 @@ def test_any_end_token_may_end_an_answer(grammars: Grammars) -> None:
         ),
     ],
 )
-def test_schema_that_cannot_be_followed_is_refused_in_one_line(
-    grammars: Grammars, schema: Any, said: str
-) -> None:
+def test_refuses_an_unusable_schema_in_one_line(grammars: Grammars, schema: Any, said: str) -> None:
     with pytest.raises(GrammarError) as refused:
         grammars.begin(json_grammar(json.dumps(schema)))
     assert said in str(refused.value) and "\n" not in str(refused.value)
@@ -185,7 +185,7 @@ def test_answer_that_violates_its_grammar_is_not_resumed(grammars: Grammars) -> 
 
 
 async def test_sampled_answers_of_random_schemas_validate(bench: Any, grammars: Grammars) -> None:
-    """Each batch holds several schemas and a free answer, launched ahead."""
+    """Each batch has several schemas and an answer without one. Steps are launched ahead."""
     run, plain = await bench(grammars=grammars, looks_ahead=True), await bench()
     batches: list[list[Any]] = []
 
@@ -203,7 +203,7 @@ async def test_sampled_answers_of_random_schemas_validate(bench: Any, grammars: 
         assert unbound.ids == free
         for answer, schema in zip(answers, schemas, strict=True):
             if answer.finish.reason is FinishReason.LENGTH:
-                continue  # a random model may write digits for long
+                continue  # a random model may generate digits for long
             check(answer, schema)
             ended += 1
     assert ended > 0.8 * sum(map(len, batches))

@@ -1,6 +1,6 @@
-"""The steps that are captured at the start. Stand-ins compute in place of CUDA graphs.
+"""Tests which decode steps are captured at the start. Stand-ins compute in place of CUDA graphs.
 
-`test_decode_runner.py` tests the graphs themselves, on a GPU.
+`test_decode_runner.py` tests real CUDA graphs, on a GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 async def test_every_shape_is_captured_at_the_start_and_none_later(
     bench: Any, recorder: type[Recorder]
 ) -> None:
-    """Requests of both kinds come and go; they are answered as without graphs."""
+    """Requests with and without page selection join and leave. Their answers are the same as without
+    graphs."""
     run = await bench(warm_up=True, looks_ahead=True, max_batch=5, cache_tokens=2048, **DELTA)
     (graphs,) = recorder.made
     assert graphs.shapes == {BatchShape(n, 64, selects) for n in (1, 2, 4, 5) for selects in (True, False)}
@@ -79,15 +80,13 @@ async def test_every_shape_is_captured_at_the_start_and_none_later(
     assert recorder.made == [graphs]
 
 
-async def test_without_delta_layers_only_full_batches_are_captured(
-    bench: Any, recorder: type[Recorder]
-) -> None:
+async def test_captures_no_page_selection_without_delta_layers(bench: Any, recorder: type[Recorder]) -> None:
     await bench(warm_up=True, looks_ahead=True, max_batch=2, cache_tokens=512)
     (graphs,) = recorder.made
     assert graphs.shapes == {BatchShape(1, 32, False), BatchShape(2, 32, False)}
 
 
-async def test_a_capture_that_fails_stops_the_start(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_capture_stops_the_start(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 

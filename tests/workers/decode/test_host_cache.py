@@ -1,4 +1,4 @@
-"""A decode worker answers prompts from host memory as it would have answered them from its own pages."""
+"""Tests that a decode worker gives the same answers with KV from host memory as with KV in its pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def copied(run: Bench) -> None:
 
 
 async def push_out(run: Bench) -> None:
-    """Another prompt takes all pages."""
+    """Evict the cached pages: another prompt takes all pages."""
     await copied(run)
     await run.reserve("big", 300, 84)
     await run.engine.cancel("big")
@@ -45,7 +45,7 @@ def slots_used(run: Bench) -> int:
 
 
 @pytest.mark.parametrize("length", sorted({16 * page + by for page in (8, 9) for by in (-1, 0, 1)}))
-async def test_prefix_from_host_memory_is_the_same_at_every_page_boundary(
+async def test_prefix_from_host_memory_gives_the_same_answer(
     bench: Any, expected: Expected, length: int
 ) -> None:
     run = await bench(**ROOM)
@@ -109,15 +109,15 @@ async def test_several_requests_at_once_get_their_prefixes_from_host_memory(
 
 
 class SlowCopies:
-    """Lets one layer after the other come back when it is told to. Pages that nobody has written to are NaN,
-    and no layer of a page is read before it has come."""
+    """Copies KV back one layer at a time, when the test says so. Unwritten pages are NaN, so that a layer
+    that is read before its copy makes the test fail."""
 
     def __init__(self, run: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host_tier, "BATCH_PAGES", 1)
         self.run, self.runner, self.host = run, run.engine._runner, run.engine._manager.host
         self.moved: list[range] = []
         self.parts: list[range] = []
-        """Layers that were read."""
+        """Layers of each prefill step."""
         self._may, self._move, self._append = asyncio.Semaphore(0), self.host._move, self.runner.append
         self._gather = self.runner.cache.gather
         caches = [self.runner.cache, *(rank._runner.cache for rank in run.engine._ranks)]
@@ -206,9 +206,7 @@ async def test_disconnect_during_a_host_copy_frees_everything(
     assert await found(run, DOCUMENT) == 144, "they have come back for the next one"
 
 
-async def test_stages_fetch_each_layer_once_its_copy_is_done(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stages_fetch_a_layer_only_after_its_copy(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await bench(**ROOM)
     copies = await pushed_out(run, monkeypatch)
     ids = [*DOCUMENT, *prompt(80, seed=3)]
@@ -262,7 +260,7 @@ async def test_prefill_waits_for_layers_still_being_copied(
 async def test_reservation_waits_for_copies_into_pages_that_stages_map(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stages that map the pages would otherwise wait for the copies in the middle of a prefill."""
+    """Otherwise stages that map the pages would wait for the copies in the middle of a prefill."""
     run = await bench(**ROOM)
     copies = await pushed_out(run, monkeypatch)
     run.engine._tiers._in_place = True
@@ -277,7 +275,7 @@ async def test_reservation_waits_for_copies_into_pages_that_stages_map(
     await run.engine.cancel("rest")
 
 
-async def test_stage_gets_no_page_table_before_the_pages_are_copied(
+async def test_stage_gets_a_page_table_only_after_the_copies(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await bench(**ROOM)
@@ -298,7 +296,7 @@ async def test_stage_gets_no_page_table_before_the_pages_are_copied(
 async def test_failed_copies_mark_the_worker_faulty(
     bench: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
-    """Also after the first layers have been used. All waiting requests fail."""
+    """Also if the first layers were already used. All waiting requests fail."""
     run = await bench(**ROOM)
     run.may_fault = True
     copies = await pushed_out(run, monkeypatch)
