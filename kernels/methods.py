@@ -81,7 +81,7 @@ def register(
 ) -> None:
     """Register a method.
 
-    Outside this package, call it where a module defines the options. The front door imports that module, so
+    Outside this package, call it where a module defines the options. The API server imports that module, so
     it must not load torch: put the parts into another module and name them by path, as in
     `benchmarks/engine/peers.py`.
 

@@ -25,8 +25,8 @@ from deltafront.workers.model.decoder.recompute import BlockAttention
 from deltafront.workers.prefill.stage.phases import phase_timer
 
 READ_AGAIN = 512
-"""Tokens at a document's end that are prefilled again if a question follows in the same prompt. Methods
-compute these rows differently at the end of a prompt."""
+"""Tokens at a document's end that are prefilled again when a question extends the prompt, because methods
+compute the last rows of a prompt differently."""
 
 ROWS = 4096
 """Maximum number of rows of one pass. A single question may have more."""

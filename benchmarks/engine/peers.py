@@ -1,7 +1,7 @@
 """Registers torch's attention as methods of the service, to compare ours with.
 
 `fa2` is SDPA's FlashAttention-2 and `cudnn` SDPA's cuDNN, with the same layers, chunks and pages. Name this
-module in `prefill.method_modules` to use them. It must not import torch, because the front door imports it.
+module in `prefill.method_modules` to use them. It must not import torch, because the API server imports it.
 """
 
 from __future__ import annotations

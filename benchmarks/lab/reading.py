@@ -40,7 +40,7 @@ class Case:
 
 
 TOLD = 24
-"""Number of tokens of dense attention's answer whose log-probability is measured, from its start."""
+"""Number of first tokens of dense attention's answer whose log-probability is measured."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def covered(score_BHNM: torch.Tensor, true_BHNM: torch.Tensor, rule: Rule) -> to
 
 @torch.inference_mode()
 def coverages(stack: LayerStack, document: Document, selector: ScoredSelector) -> torch.Tensor:
-    """Compute coverage_LHI of one document in a dense pass, and return it on the CPU."""
+    """Compute the coverage of each layer, head and threshold for one document: coverage_LHI, on the CPU."""
     layers = []
 
     def hook(layer: int, x: AttentionInput) -> None:

@@ -60,8 +60,8 @@ class Runs:
 
 
 def runs_of(is_anchor_BGS: torch.Tensor, begin_N: torch.Tensor, block: int) -> Runs:
-    """Find the runs. A packed block of `block` anchors is safe if all its runs end before the query block
-    (section 4.1.4).
+    """Find the runs, and the anchors that each query block attends to as packed keys. Anchors form packed
+    blocks of `block`. A packed block is used if all its runs end before the query block (section 4.1.4).
 
     Args:
         begin_N: First position of each query block.
@@ -181,8 +181,8 @@ class RandomKeys(PhasedDeltaKV):
         self._keep, self._seed = options.keep, options.seed
 
     def new_state(self, spec: StateSpec) -> DeltaKVState:
-        """Draw anchors that depend only on seed, layer and prompt length, so that a new state has the
-        same."""
+        """Draw anchors that depend only on seed, layer and prompt length, so that any new state gets the same
+        anchors."""
         generator = torch.Generator().manual_seed(self._seed * 1009 + spec.layer)
         chance_BGS = torch.rand(spec.batch, spec.kv_heads, spec.max_tokens, generator=generator)
         chance_BGS[..., 0] = 0.0

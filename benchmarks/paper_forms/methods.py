@@ -1,4 +1,4 @@
-"""Registers the methods of this package. It must not import torch, because the front door may import it."""
+"""Registers the methods of this package. It must not import torch, because the API server may import it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ register(
 
 @dataclass(frozen=True)
 class XAttentionPaperOptions(AntidiagonalOptions):
-    """XAttention's ablations. Thresholds of levels include sink and window in the mass, as in the paper."""
+    """XAttention's ablations. A profile's thresholds include the mass of sink and window, as in the paper."""
 
     levels_outside: ClassVar[bool] = False
     pattern: int = option(0, 0, 2, "pairs in a cell: 0 antidiagonal, 1 diagonal, 2 random", (0, 1, 2))
@@ -114,7 +114,8 @@ class XAttentionPaperOptions(AntidiagonalOptions):
 @dataclass(frozen=True)
 class ThesisAnchorsOptions(ScoredOptions):
     """DPXA as in DeltaAttention, section 4.3. Every anchor of q and k is kept and has weight 1. All scores of
-    a query block are divided by one sum. Thresholds of levels include sink and window in the mass."""
+    a query block are divided by one sum. A profile's thresholds include the mass of sink and
+    window."""
 
     levels_outside: ClassVar[bool] = False
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")

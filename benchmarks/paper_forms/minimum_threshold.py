@@ -42,7 +42,7 @@ from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
 
 MEASURED = (24, 16, 8, 4, 0)
-"""Numbers of adjustments after which the model is measured, so that thresholds ascend."""
+"""Numbers of adjustments after which the model is measured, descending, so that the thresholds ascend."""
 QUOTAS = tuple(START * FACTOR**count for count in MEASURED)
 
 

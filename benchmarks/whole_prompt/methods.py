@@ -1,4 +1,4 @@
-"""Registers the baselines of this package. It must not import torch, because the front door may import it."""
+"""Registers the baselines of this package. It must not import torch, because the API server may import it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class PagedInput:
 
     @property
     def group(self) -> int:
-        """Query heads that share one key head."""
+        """Number of query heads that share one key head."""
         return self.q_RHD.shape[1] // self.k_PSGD.shape[2]
 
 

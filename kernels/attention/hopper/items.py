@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Pointers to entries and tile lists. `counter_ptr` counts the items that programs have taken."""
+    """Pointers to entries and tile lists. `counter_ptr` counts the items taken after each program's first."""
 
     order_ptr: gl.tensor  # (LISTED) lengths of the lists, or (by_length) sorted entries
     counter_ptr: gl.tensor

@@ -78,7 +78,7 @@ plan_of = cache(ScorePlan)
 
 
 def splits_of(programs: int, steps: int, multiprocessors: int) -> int:
-    """Choose into how many programs to split each program's `steps` key tiles, for the shortest run time."""
+    """Return the number of splits of each program's `steps` key tiles that gives the shortest run time."""
 
     def time(splits: int) -> int:
         return -(-programs * splits // multiprocessors) * (-(-steps // splits) + _BEGIN)

@@ -20,8 +20,8 @@ from deltafront.kernels.selectors.rules.sums import Sums, empty_parts
 
 _TILE = BLOCK
 _PROGRAMS = 528
-"""Target number of programs: four for each multiprocessor of an H200. If there are fewer query tiles, several
-programs share the key blocks of one."""
+"""Target number of programs: four for each multiprocessor of an H200. If there are fewer query tiles, the key
+blocks of each are divided among several programs."""
 _LEAST_STEPS = 8
 """Minimum number of key tiles per program."""
 

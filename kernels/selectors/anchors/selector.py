@@ -1,4 +1,4 @@
-"""The DPXA selector. It bounds the number of anchors per block."""
+"""The selector of DPXA (DeltaAttention, section 4.3), with a limited number of anchors per block."""
 
 from dataclasses import dataclass
 

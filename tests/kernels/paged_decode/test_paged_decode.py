@@ -254,7 +254,6 @@ def test_paged_decode_accepts_strided_queries_and_pages() -> None:
 
 
 def test_page_scores_of_one_layer_select_pages_for_the_next() -> None:
-    """A Δ-layer's page scores select the pages for the next layer."""
     x = make([150, 40])
     args = (x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R)
     out_RHD, lse_RH, score_RP = dispatch.paged_attention_scored(*args, scale=x.scale)
