@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry spans, as OTLP over HTTP has it."""
+"""A collector of OpenTelemetry spans (OTLP over HTTP)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Sent:
-    """A span. parent: empty for none. process: the resource's attributes. seconds: how long it lasted."""
+    """A received span. parent: empty for none. process: the resource's attributes. seconds: duration."""
 
     trace: str
     id: str
@@ -27,7 +27,7 @@ class Sent:
 
 
 class Collector:
-    """Keeps what is posted to `url`."""
+    """Collects the spans that are posted to `url`."""
 
     def __init__(self) -> None:
         self._sent: list[Sent] = []
@@ -44,7 +44,7 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:
-                """No news."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = "http://{}:{}/v1/traces".format(*self._server.server_address)
@@ -52,7 +52,7 @@ class Collector:
         self._thread.start()
 
     def spans(self, trace: str) -> list[Sent]:
-        """Those of a trace that have come."""
+        """Return the received spans of a trace."""
         return [span for span in list(self._sent) if span.trace == trace]
 
     def stop(self) -> None:

@@ -1,5 +1,5 @@
-"""Runs Triton kernels in the interpreter where there is no CUDA device, fixes the seeds, and says
-what pytest-xdist must keep in one process."""
+"""Runs Triton kernels in the interpreter if there is no CUDA device, fixes the seeds, and tells pytest-xdist
+which tests share a process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-# Before numpy, of whose small products the interpreter is made: a second thread would wait for work by
-# computing, and take the other processes' core.
+# Before numpy is imported, whose small matrix products the interpreter uses: a second thread would wait by
+# spinning, and take the core of other processes.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
@@ -27,16 +27,16 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)
 
-# Whoever calls Ray without having started or joined one is told so. Else Ray joins the last cluster that its
-# files name, which may be another test's and dead, and tries to reach it for good.
+# Calling Ray without a started cluster is an error. Otherwise Ray would join the last cluster in its files,
+# which may be a dead one of another test, and would try to reach it forever.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
-# Ray forks the process that starts it, and so do tests. gRPC's handlers of forks would hang the child or
-# cancel the parent's calls. They are for children that call gRPC, and none does.
+# Ray and tests fork this process. gRPC's fork handlers could hang the child or cancel the parent's calls.
+# Only children that call gRPC need them, and none does.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
-# Ray gives its workers a low priority, so that beside other tests they would get next to nothing of a core,
-# and gives up on what starts slowly.
+# By default Ray's workers have low priority, so besides other tests they would get almost no CPU, and slow
+# starts fail.
 for _name, _value in {
     "RAY_worker_niceness": "0",
     "RAY_worker_register_timeout_seconds": "600",
@@ -48,7 +48,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# A busy machine makes an example slow, not wrong.
+# No deadline, because a busy machine makes examples slow.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
@@ -69,9 +69,9 @@ TOGETHER = {
     "tests/workers/model/weights/test_tekken.py": "vocabularies",
     "tests/service/door/test_reasoning.py": "vocabularies",
 }
-"""What runs in one process, one test after the other, because it shares what takes long to start; the longest
-first. Each group has ports of its own, so they stand beside each other. One process may get several, in this
-order: Serve's settings must be in the environment before Ray is imported."""
+"""Groups of test files that run in one process, because they share a service that starts slowly; the longest
+first. Each group has its own ports, so groups may run at the same time. A process may get several groups, in
+this order, because Serve's settings must be in the environment before Ray is imported."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Those of this run, the groups of TOGETHER first, in its order."""
+    """Sort this run's tests: the groups of TOGETHER first, in their order."""
     long = config.getoption("--long")
     others = [item for item in items if (item.get_closest_marker("long") is not None) != long]
     config.hook.pytest_deselected(items=others)
@@ -97,18 +97,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The tests and their modules are there until the end: no garbage collection looks through them again."""
+    """Keep the tests and their modules out of garbage collection, because they live until the end."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The groups of TOGETHER first; every other file is a piece of its own, so that what its tests share is
-    made and imported by one process instead of all."""
+    """Schedule the groups of TOGETHER first. Every other file is one unit, so that one process makes and
+    imports what its tests share."""
     from xdist.scheduler import LoadScopeScheduling
 
-    config.option.loadscopereorder = False  # by their number of tests
+    config.option.loadscopereorder = False  # do not sort by number of tests
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -122,6 +122,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _seeded() -> Iterator[None]:
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # torch.manual_seed would keep a stack trace for the day CUDA starts, from every test
+    else:  # without CUDA, torch.manual_seed would keep a stack trace for each test
         torch.default_generator.manual_seed(0)
     yield

@@ -1,6 +1,6 @@
-"""Triton's interpreter without the work it does for nothing: most of its time in our kernels.
+"""Makes Triton's interpreter faster by leaving out unneeded work, which is most of its time in our kernels.
 
-It reaches into triton 3.7 (pinned in constraints.txt); no result and no check of the interpreter changes.
+It patches triton 3.7 (pinned in constraints.txt). The interpreter's results and checks do not change.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from triton.runtime import interpreter
 
 
 def without_idle_work() -> None:
-    """Sums are not checked for overflow, whose outcome is looked at in debug mode only; the language is made
-    the interpreter's own once for a launch, not again for every call of a device function; and what follows
-    from a type alone is found out once for each type, not for every value."""
+    """Skip overflow checks, whose results only debug mode uses. Patch the language once per launch, not at
+    every call of a device function. Compute properties of a type once, not for every value."""
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "an overflow would be noticed"
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -31,12 +30,12 @@ def without_idle_work() -> None:
 
 @functools.cache
 def _builtins(package: Any) -> tuple[str, ...]:
-    """Their names. First asked for before anything in the package is patched."""
+    """Return the names of the builtins. The first call must precede all patches of the package."""
     return tuple(name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member))
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """As the interpreter's function of this name, which searches the package every time."""
+    """Do the same as the interpreter's function of this name, which searches the package at each call."""
     for name in _builtins(package):
         if tl.core.is_builtin(member := getattr(package, name)):
             interpreter._patch_attr(package, name, member, builder, scope)
@@ -44,7 +43,7 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 @functools.cache
 def _languages(function: Any) -> tuple[Any, ...]:
-    """Those of Triton's modules that a kernel or device function sees."""
+    """Return the Triton modules that a kernel or device function uses."""
     return tuple(module for module in (tl, tl.core) if module in function.__globals__.values())
 
 
@@ -52,13 +51,13 @@ def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def patch_lang(function: Any) -> Any:
         if any(tl.core.is_builtin(language.load) for language in _languages(function)):
             return patch(function)
-        return interpreter._LangPatchScope()  # of nothing: a launch under way has done it
+        return interpreter._LangPatchScope()  # empty, because the current launch has patched it
 
     return patch_lang
 
 
 def _once_a_type(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Of pointers all alike, and of a block its elements'."""
+    """Cache a property by type. All pointers are alike, and a block is like its elements."""
     find_once = functools.cache(find)
 
     def np_dtype(of: Any) -> Any:
@@ -68,7 +67,7 @@ def _once_a_type(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return np_dtype
 
 
-# A tuple's type, whose name spells out every member, is made when somebody asks for it: nobody does for the
+# A tuple's type, whose name lists every member, is made on demand: it is not needed for the
 # shapes that every tensor has.
 _TYPE = functools.cached_property(lambda values: tl.core._type_for_tuple_values(values.values))
 _TYPE.__set_name__(tl.tuple, "type")
@@ -86,7 +85,7 @@ _BLOCKS: dict[tuple[str, ...], Any] = {}
 
 
 def _shared(cls: Any, element_ty: Any, shape: Any) -> Any:
-    """One object for all equal block types, which nothing changes."""
+    """Share one object among equal block types, which are immutable."""
     key = (element_ty.name, *(int(size) for size in shape))
     if key not in _BLOCKS:
         _BLOCKS[key] = object.__new__(cls)

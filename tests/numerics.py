@@ -15,7 +15,7 @@ import torch
 from deltafront.kernels.interface import AttentionInput, StateSpec, TileMask
 
 ROW_TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
-"""Largest relative L2 error of a row, by the dtype that the kernel computes in."""
+"""The largest permitted relative L2 error of a row, by the kernel's dtype."""
 
 
 def random_input(
@@ -31,7 +31,7 @@ def random_input(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> AttentionInput:
-    """Gaussian q, k, v of `tokens` keys. The queries are the last `rows` positions (default: all)."""
+    """Make Gaussian q, k, v with `tokens` keys. The queries are the last `rows` positions (default: all)."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
 
     def draw(heads: int, length: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def random_input(
 
 
 def chunk_of(x: AttentionInput, start: int, stop: int) -> AttentionInput:
-    """Rows start .. stop-1 of a bigger input's queries, with the keys that they may see."""
+    """Return the queries start .. stop-1 of an input, with the keys that they may see."""
     end = x.q_start + stop
     return AttentionInput.of(
         x.q_BHTD[:, :, start:stop],
@@ -72,14 +72,15 @@ def full_mask(x: AttentionInput) -> TileMask:
 
 
 def random_mask(x: AttentionInput, density: float, seed: int = 0) -> TileMask:
-    """Each causal tile with probability `density`; the diagonal and block 0 always."""
+    """Make a random mask with each causal tile with probability `density`, and always the diagonal and block
+    0."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     shape = (*x.q_BHTD.shape[:2], x.query_blocks, x.key_blocks)
     return mask_of(x, (torch.rand(shape, generator=generator) < density).to(x.q_BHTD.device))
 
 
 def mask_of(x: AttentionInput, kept_BHNM: torch.Tensor) -> TileMask:
-    """The mask of a boolean table, made causal, with sink and diagonal. Scores are random.
+    """Make a mask from a boolean table. Makes it causal, and adds sink and diagonal. Scores are random.
 
     Entries after a row's count are -1, so that a kernel that reads them is caught.
     """
@@ -98,9 +99,9 @@ def mask_of(x: AttentionInput, kept_BHNM: torch.Tensor) -> TileMask:
 
 
 def row_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Relative L2 error of each row (last dimension), in float64; NaN stays NaN.
+    """Compute each row's relative L2 error (last dimension) in float64. NaN stays NaN.
 
-    A row much smaller than its peers is measured against 1% of their mean norm.
+    The error of a very small row is relative to 1% of the rows' mean norm.
     """
     if actual.shape != expected.shape:
         raise AssertionError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
@@ -118,7 +119,8 @@ def assert_rows_close(
     dtype: torch.dtype | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Every row of `actual` is within `factor` times ROW_TOLERANCE of `expected`; the worst row is named.
+    """Check that every row of `actual` is within `factor` times ROW_TOLERANCE of `expected`. The error names
+    the worst row.
 
     dtype: the kernel's, if not actual's.
     """
@@ -143,7 +145,7 @@ def _poison(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def synchronising_raises() -> Iterator[None]:
-    """Within, torch raises RuntimeError if the host waits for the GPU."""
+    """In the `with` block, torch raises RuntimeError if the host waits for the GPU."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -154,7 +156,8 @@ def synchronising_raises() -> Iterator[None]:
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Within, torch.empty and its kin return NaN (-1 for integers), so that unwritten output shows."""
+    """In the `with` block, torch.empty and similar functions return NaN (-1 for integers), so that unwritten
+    output is detected."""
 
     def poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""HTTP/2 by hand: streams that a gRPC client would not begin, and many of them for little work."""
+"""A minimal HTTP/2 client, for streams that a gRPC client would not begin, and for many cheap streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Header = tuple[bytes, bytes]
 
 
 def message(content: bytes) -> bytes:
-    """A message as gRPC frames it."""
+    """Frame a message like gRPC."""
     return b"\0" + struct.pack(">I", len(content)) + content
 
 
@@ -29,7 +29,7 @@ class Http2:
         self.socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
 
     def call(self, path: str, headers: Sequence[Header] = (), body: bytes = b"", ends: bool = False) -> int:
-        """Begin a gRPC call. ends: the client has nothing more to send. Returns the stream's number."""
+        """Begin a gRPC call, and return the stream's number. ends: the client sends nothing more."""
         self._stream += 2
         every = [
             (b":method", b"POST"),
@@ -48,7 +48,7 @@ class Http2:
         return self._stream
 
     def answered(self) -> bytes:
-        """Everything that has come, or comes at once."""
+        """Return all data that has arrived or arrives at once."""
         self.socket.setblocking(False)
         got = bytearray()
         with contextlib.suppress(BlockingIOError):
@@ -66,7 +66,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _text(value: bytes) -> bytes:
-    """HPACK's string without Huffman's code."""
+    """Encode a HPACK string without Huffman coding."""
     if len(value) < 127:
         return bytes((len(value),)) + value
     rest, size = len(value) - 127, bytearray((127,))

@@ -1,4 +1,4 @@
-"""Random JSON schemas whose answers are short, and random sets of tools."""
+"""Random JSON schemas with short answers, and random sets of tools."""
 
 from __future__ import annotations
 

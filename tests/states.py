@@ -1,4 +1,4 @@
-"""States and reports of workers, of which a test names what matters to it."""
+"""States and reports of workers, with defaults for values that a test does not set."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ IDLE: dict[str, Any] = {"pages_total": 100, "pages_free": 100, "running": 0, "wa
 
 
 def group_stats(name: str = "g", **state: Any) -> GroupStats:
-    """An idle group that has measured no rate."""
+    """Make the state of an idle group without a measured rate."""
     return GroupStats(name=name, **IDLE | {"waiting_tokens": 0, "tokens_per_second": 0.0} | state)
 
 
 def decode_stats(name: str = "d", **state: Any) -> DecodeStats:
-    """An idle decode worker without sessions."""
+    """Make the state of an idle decode worker without sessions."""
     return DecodeStats(name=name, **IDLE | {"sessions": 0} | state)
 
 
 def prefill_report(**figures: Any) -> PrefillReport:
-    """A prompt that took 3.5 s with `dpxa`, of which nothing else is told."""
+    """Make the report of a prompt that took 3.5 s with `dpxa`."""
     told: dict[str, Any] = {"queue": 0.0, "wall": 3.5, "critical": {}, "stages": (), "density": ()}
     return PrefillReport(**told | {"method": "dpxa", "sampled_share": 0.0, "handoff_bytes": 0} | figures)

@@ -1,4 +1,5 @@
-"""What somebody without the service's token tries from this machine, and where its processes listen."""
+"""Attacks by a process on this machine without the service's token, and the addresses at which the service
+listens."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _QUIET_S = 30.0
 
 
 def listeners(pid: int) -> Iterator[Listener]:
-    """Of TCP, of a process and all below it."""
+    """Return the TCP listeners of a process and its descendants."""
     first = psutil.Process(pid)
     for process in [first, *first.children(recursive=True)]:
         try:
@@ -39,25 +40,25 @@ def listeners(pid: int) -> Iterator[Listener]:
 
 
 def _address(ip: str) -> str:
-    """An IPv4 address is one however the kernel shows it."""
+    """Return an address, with IPv4 addresses in one form."""
     given = ipaddress.ip_address(ip)
     return str(getattr(given, "ipv4_mapped", None) or given)
 
 
 def uninvited(pid: int, named: set[tuple[str, int]]) -> list[Listener]:
-    """Listeners beyond loopback that are not named."""
+    """Return the listeners beyond loopback that are not expected."""
     return [
         one for one in listeners(pid) if not ipaddress.ip_address(one[0]).is_loopback and one[:2] not in named
     ]
 
 
 def run_code(address: str, home: Path, **variables: str) -> str:
-    """What somebody's Ray says who joins at `address` and runs code. variables: of Ray's token."""
+    """Join Ray at `address` and run code. Return Ray's output. variables: for Ray's token."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     theirs = {
         "HOME": str(home),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else it goes to another address than loopback
-        "RAY_NUM_REDIS_GET_RETRIES": "2",  # tries, a second apart
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # otherwise Ray uses another address than loopback
+        "RAY_NUM_REDIS_GET_RETRIES": "2",  # number of tries, one per second
     }
     command = [sys.executable, "-c", RUN_CODE, address]
     done = subprocess.run(
@@ -67,7 +68,7 @@ def run_code(address: str, home: Path, **variables: str) -> str:
 
 
 class Opened:
-    """A pickle of it makes a file."""
+    """An object whose unpickling makes a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -77,8 +78,9 @@ class Opened:
 
 
 def send_pickle(port: int, path: Path, token: str = "") -> grpc.StatusCode:
-    """A pickle that makes a file at `path`, to a replica's server for Serve's own calls; how it answers."""
-    from ray.serve.generated import serve_pb2, serve_pb2_grpc  # Ray reads its environment then
+    """Send a pickle that makes a file at `path` to a replica's server for Serve's own calls. Return the
+    answer."""
+    from ray.serve.generated import serve_pb2, serve_pb2_grpc  # Ray reads its environment at import
 
     request = serve_pb2.ASGIRequest(pickled_request_metadata=pickle.dumps(Opened(path)))
     metadata = [("authorization", f"Bearer {token}")] if token else []

@@ -1,6 +1,6 @@
-"""Acts at each await of a coroutine in turn, so that a test takes every order of steps, not the likely ones.
+"""Acts at each await of a coroutine in turn, so that a test tries every order of steps.
 
-Nothing here sleeps: whatever waits for nothing but the event loop ends within some turns of it.
+Nothing here sleeps: work that waits only for the event loop ends within some turns of the loop.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 TURNS = 1000
-"""Turns of the event loop in which everything here ends."""
+"""Turns of the event loop in which all work must end."""
 
 
 class Acting:
     """Awaits `work`. Calls `act` once, while `work` is suspended for the `number`th time, counted from 0.
 
     Attributes:
-        acted: Whether `work` was suspended so often.
+        acted: Whether `work` was suspended that many times.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T], number: int, act: Callable[[], object]) -> None:
@@ -54,7 +54,7 @@ class Acting:
 
 
 async def until(true: Callable[[], object]) -> bool:
-    """Let the event loop run until `true()`, TURNS turns at most. Returns whether it came true."""
+    """Run the event loop until `true()` holds, for at most TURNS turns. Return whether it held."""
     for _ in range(TURNS):
         if true():
             return True
@@ -63,10 +63,10 @@ async def until(true: Callable[[], object]) -> bool:
 
 
 async def at_each_await(scene: Callable[[int], Awaitable[bool]]) -> int:
-    """Play `scene(0)`, `scene(1)` … until one returns False: its work was not suspended so often.
+    """Run `scene(0)`, `scene(1)` … until one returns False, because its work had fewer suspensions.
 
     Returns:
-        How many scenes there were.
+        The number of scenes.
     """
     for number in itertools.count():
         if not await scene(number):
@@ -75,7 +75,8 @@ async def at_each_await(scene: Callable[[int], Awaitable[bool]]) -> int:
 
 
 class Inline(Executor):
-    """Runs work at once, on the caller's thread. The event loop hears of it in its next turns."""
+    """An executor that runs work at once on the caller's thread. The event loop sees the result in its next
+    turns."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         done: Future[T] = Future()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long  # needs PyPI, and minutes
+pytestmark = pytest.mark.long  # needs PyPI and some minutes
 
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
@@ -21,7 +21,7 @@ MACHINES_OWN = (
     "UV_FIND_LINKS",
     "UV_EXTRA_INDEX_URL",
 )
-"""Variables by which a machine adds sources of its own."""
+"""Variables with which a machine adds its own package sources."""
 
 
 def run(*command: str | Path, **environment: str) -> None:
@@ -35,7 +35,7 @@ def run(*command: str | Path, **environment: str) -> None:
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_constraints_resolve_for_every_platform(platform: str, python: str, tmp_path: Path) -> None:
-    """From wheels alone. macOS 14 is the oldest that has torch's."""
+    """Only wheels are used. macOS 14 is the oldest with wheels of torch."""
     uv = Path(sys.executable).parent / "uv"
     where = ["--python-platform", platform, "--python-version", python]
     what = ["-c", "constraints.txt", "--extra", "dev", "--extra", "otel", "pyproject.toml"]

@@ -1,4 +1,4 @@
-"""Documents keep their size."""
+"""Documents stay within their limits of words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPERIMENTS = sorted((ROOT / "docs" / "experiments").glob("0*.md"))
 
 
 def words(path: Path) -> int:
-    """Count what holds a letter or a digit, comments left out."""
+    """Count the words with a letter or a digit, without comments."""
     text = re.sub(r"<!--.*?-->", "", path.read_text(), flags=re.DOTALL)
     return len([word for word in text.split() if re.search(r"\w", word)])
 
@@ -35,7 +35,7 @@ def test_experiment_has_at_most_400_words_and_a_table(path: Path) -> None:
 
 
 def test_pages_that_code_names_exist() -> None:
-    """A page that is gone is named with its commit: `docs/log/2026-11-21.md at 4fe709c6`."""
+    """A removed page is named with its commit: `docs/log/2026-11-21.md at 4fe709c6`."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip(f"no list of files here: {listed.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""Generated and declared things are up to date: protobuf code, the package list, tables, the dashboard."""
+"""Generated files and declarations are up to date: protobuf code, the package list, tables, documents."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_readme_has_at_most_700_words_two_tables_and_one_picture() -> None:
 
 
 def test_methods_in_the_architectures_table_exist() -> None:
-    """`Class.method` in its table: both are defined in one file."""
+    """For each `Class.method` in the table, both are defined in one file."""
     guide = (ROOT / "docs" / "architecture.md").read_text()
     (table,) = re.findall(r"## Find it in ten minutes\n(.*?)\n## ", guide, re.DOTALL)
     sources = [path.read_text() for room in ("service", "workers") for path in (ROOT / room).rglob("*.py")]
@@ -94,7 +94,7 @@ def test_methods_tables_are_complete() -> None:
 
 
 def test_commands_in_documents_exist() -> None:
-    """`python -m deltafront.…`, in every document and in the benchmarks' own help."""
+    """Checks `python -m deltafront.…` in every document and in the benchmarks' help."""
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.py")]
     named = {
         name for path in documents for name in re.findall(r"python -m deltafront\.([\w.]+)", path.read_text())
@@ -109,7 +109,7 @@ def test_commands_in_documents_exist() -> None:
 
 
 def anchors(document: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Return GitHub's anchors of a document's headings."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     plain = (re.sub(r"\[(.*?)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
@@ -138,7 +138,7 @@ def test_imports_of_readmes_python_exist() -> None:
 
 
 def declared() -> list[tuple[str, str]]:
-    """Kind and name of every metric that the service declares."""
+    """Return kind and name of every declared metric."""
     source = (ROOT / "service" / "metrics.py").read_text()
     found = re.findall(r'\b_?(histogram|counter|gauge)\(\s*"(\w+)"', source)
     return [
@@ -148,6 +148,6 @@ def declared() -> list[tuple[str, str]]:
 
 
 def declared_series() -> set[str]:
-    """Every series that the declarations make."""
+    """Return the names of all series of the declared metrics."""
     endings = {"histogram": ("_bucket", "_sum", "_count")}
     return {f"deltafront_{name}{end}" for kind, name in declared() for end in endings.get(kind, ("",))}

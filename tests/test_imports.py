@@ -1,6 +1,6 @@
-"""Who may import whom (docs/architecture.md), read from the source: between top-level folders, between rooms,
-and for packages that belong in few places. No circles, no two classes of one name, and the door never loads
-torch."""
+"""Checks the imports in the source against the permitted ones (docs/architecture.md): between folders, and of
+packages that only few modules may use. Also: no import cycles, no two classes with one name, and no torch in
+doors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ HOMES = {
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name from the root of the package → file."""
+    """Return the files of all modules by dotted name."""
     paths = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
     return {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
 
@@ -133,7 +133,7 @@ def within(name: str, prefixes: str) -> bool:
 
 
 def running(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk a tree without what stands under `if TYPE_CHECKING`."""
+    """Walk a tree without the code under `if TYPE_CHECKING`."""
     yield node
     for field, value in ast.iter_fields(node):
         if field == "body" and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -145,7 +145,7 @@ def running(node: ast.AST) -> Iterator[ast.AST]:
 
 @functools.cache
 def imports(module: str, for_types: bool = True) -> tuple[str, ...]:
-    """Every import as a dotted name, also inside functions; relative ones from the root of the package.
+    """Return all imports as dotted names, also those inside functions. Relative imports are resolved.
 
     Args:
         for_types: Include the imports under `if TYPE_CHECKING`.
@@ -168,7 +168,7 @@ def _imports(module: str, for_types: bool) -> Iterator[str]:
 
 
 def inside(name: str) -> str:
-    """Return a module's name in the package; others' stay as they are."""
+    """Return a module's name without the package's name. Other modules' names stay."""
     return name.removeprefix("deltafront").removeprefix(".") if within(name, "deltafront") else name
 
 
@@ -177,7 +177,7 @@ def room_of(module: str) -> str:
 
 
 def forbidden(module: str) -> list[str]:
-    """What it takes from rooms that are closed to it."""
+    """Return a module's imports that the table does not permit."""
     room = room_of(module)
     return sorted(
         name for name in MODULES.keys() & imports(module) if not within(name, f"{room} {ROOMS.get(room, '')}")
@@ -197,7 +197,7 @@ def unused(allowed: str, taken: Iterable[str]) -> list[str]:
 
 
 def test_every_allowed_import_is_used() -> None:
-    """The table then lists what rooms import today."""
+    """So the table shows the imports of today."""
     taken = {module: set(imports(module)) for module in CHECKED}
     stale: dict[str, list[str]] = {}
     for room, allowed in ROOMS.items():
@@ -218,7 +218,8 @@ def test_third_party_packages_are_imported_only_where_allowed(module: str) -> No
 
 
 def missing(source: str, name: str) -> bool:
-    """Tell if `from deltafront.SOURCE import NAME` names no module; names that a module defines pass."""
+    """Return whether `from deltafront.SOURCE import NAME` names a missing module. Names that a module defines
+    are fine."""
     path = ROOT.joinpath(*source.split("."))
     if not path.is_dir():
         return not path.with_suffix(".py").is_file()
@@ -241,7 +242,7 @@ def test_tests_and_benchmarks_import_modules_that_exist(folder: str) -> None:
 
 
 def test_modules_import_each_other_without_a_circle() -> None:
-    """Imports inside a function count. Those for types do not."""
+    """Imports inside functions count; imports for types do not."""
     graph = {module: (MODULES.keys() - {module}) & {*imports(module, for_types=False)} for module in MODULES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -250,7 +251,7 @@ def test_modules_import_each_other_without_a_circle() -> None:
 
 
 def test_kernels_and_workers_import_torch_at_the_top() -> None:
-    """A module whose import must leave torch out imports or names what needs it where that runs."""
+    """Modules that must not load torch import it inside functions, or name objects by path."""
     inside = [
         f"{module}: {ast.unparse(node)}"
         for module in CHECKED
@@ -287,7 +288,8 @@ def test_no_two_classes_share_a_name() -> None:
 
 
 def test_package_init_files_import_nothing() -> None:
-    """Importing a module must not bring in its neighbours. `service.client` is what users import."""
+    """Importing a module must not import its neighbours. `service.client` is excepted, because users import
+    it."""
     full = {name for name, path in MODULES.items() if path.name == "__init__.py" and imports(name)}
     assert full <= {"service.client"}, full
 
@@ -321,7 +323,7 @@ TORCH_FREE = [
 
 
 def test_importing_the_service_does_not_load_torch() -> None:
-    """One after the other in one process, which names the first that has brought it in."""
+    """Imports all modules in one process, one after the other, and names the first that loads torch."""
     code = (
         "import importlib, sys\n"
         "for module in sys.argv[1:]:\n"
@@ -334,7 +336,7 @@ def test_importing_the_service_does_not_load_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_client_loads_nothing_of_a_server() -> None:
+def test_importing_the_client_loads_no_server_code() -> None:
     code = (
         "import sys, deltafront.service.client\n"
         "server = 'gguf jinja2 numpy pydantic ray starlette tokenizers torch yaml'.split()\n"

@@ -1,4 +1,4 @@
-"""Tests and new commits have names that say what they do. CONTRIBUTING.md has the rules."""
+"""Checks tests' names and new commits' subjects by the rules of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refused(name: str) -> bool:
 
 
 def subject_problem(subject: str) -> str | None:
-    """Say what is wrong with a commit's subject."""
+    """Return what is wrong with a commit's subject."""
     if len(subject) > LONGEST_SUBJECT:
         return f"{len(subject)} characters, at most {LONGEST_SUBJECT}"
     match = _NOT_IMPERATIVE.match(subject)

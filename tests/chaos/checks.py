@@ -1,4 +1,4 @@
-"""What must hold after any schedule, over what clients saw and what /metrics says. Pure."""
+"""Checks of the clients' logs and of /metrics, which must hold after any schedule. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 from .schedule import COMPARED, Ask, Form
 
 Samples = Mapping[str, float]
-"""Series with its labels, as /metrics writes it → value."""
+"""Values by series with labels, as in /metrics."""
 _GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio", "sessions")
 _STREAMS = ('method_rpc="Prefill"', 'method_rpc="Generate"')
 _UNFINISHED = "\ufffd"
-"""A character whose last bytes are not there: held back, but told at the end of an answer."""
+"""U+FFFD for an unfinished character. It is held back, but sent at the end of an answer."""
 _MAY_END = {Form.CANCEL: ("cancelled", "finished"), Form.LEAVE: ("left", "finished")}
 
 
 @dataclass
 class Log:
-    """What one client saw. ends: every terminal event, `finished`, `left`, or an error's code and message.
-    calls: streams begun; lost: those that broke. again: documents read again because their worker died."""
+    """The record of one client. ends: all terminal events: `finished`, `left`, or an error's code and
+    message. calls: number of streams; lost: streams that broke. again: documents prefilled again because
+    their worker died."""
 
     ask: Ask
     indices: list[int] = field(default_factory=list)
@@ -35,7 +36,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Reference:
-    """An answer without faults: its ids, and its text, which ends in the same place."""
+    """An answer without faults: its ids and its text."""
 
     ids: Sequence[int]
     texts: Sequence[str]
@@ -43,7 +44,7 @@ class Reference:
 
 
 def lost(log: Log) -> str:
-    """Why the request counts as lost; empty if it ended exactly once, and well."""
+    """Return why a request counts as lost; empty if it ended exactly once, with success."""
     may = _MAY_END.get(log.ask.form, ("finished",))
     if len(log.ends) != 1 or log.ends[0] not in may:
         return f"{log.ask}: ended as {log.ends or 'nothing'}"
@@ -56,7 +57,7 @@ def lost(log: Log) -> str:
 
 
 def differs(log: Log, reference: Reference) -> str:
-    """How the answer, or the part of it that came, differs from the one without faults; empty if not."""
+    """Return how the received answer differs from the one without faults; empty if it does not."""
     if log.ask.form is Form.HTTP:
         wanted = reference.texts[log.ask.tokens - 1]
         rest = log.text.removeprefix(wanted).strip(_UNFINISHED)
@@ -69,8 +70,8 @@ def differs(log: Log, reference: Reference) -> str:
 
 
 def longest_wait(heard: Iterable[float], since: float) -> float:
-    """For the next event, of what a client heard at these moments, in their order; no wait counts before
-    `since`."""
+    """Return the longest wait for a next event, given the times of a client's events in order. Waits before
+    `since` do not count."""
     longest, at = 0.0, since
     for now in heard:
         longest, at = max(longest, now - at), max(now, since)
@@ -78,7 +79,7 @@ def longest_wait(heard: Iterable[float], since: float) -> float:
 
 
 def parse(exposed: str) -> dict[str, float]:
-    """/metrics as series and values; a series that is there twice (of two nodes) counts with its sum."""
+    """Parse /metrics into values by series. The values of a series from two nodes are added."""
     found: dict[str, float] = {}
     for line in exposed.splitlines():
         if line and not line.startswith("#"):
@@ -88,7 +89,7 @@ def parse(exposed: str) -> dict[str, float]:
 
 
 def total(samples: Samples, name: str, *labels: str) -> float:
-    """The sum of a metric's series that have all these labels."""
+    """Sum a metric's series that have all these labels."""
     return sum(
         value
         for series, value in samples.items()
@@ -97,7 +98,7 @@ def total(samples: Samples, name: str, *labels: str) -> float:
 
 
 def busy(samples: Samples) -> list[str]:
-    """Gauges that are not back at zero."""
+    """Return the gauges that have not returned to zero."""
     return [
         f"{series} {value:g}"
         for series, value in samples.items()
@@ -106,7 +107,7 @@ def busy(samples: Samples) -> list[str]:
 
 
 def from_below(samples: Samples) -> str:
-    """How many tokens came back from each tier below the pages."""
+    """Describe the number of tokens loaded from host memory and disk."""
     counts = {
         source: total(samples, "deltafront_cached_tokens_total", f'source="{source}"')
         for source in ("host", "disk")
@@ -115,13 +116,13 @@ def from_below(samples: Samples) -> str:
 
 
 def unfilled(samples: Samples) -> list[str]:
-    """Tiers that have given up nothing yet: they may still be filling."""
+    """Return the tiers that have not evicted anything yet, so they may still be filling."""
     gone = "deltafront_kv_tier_evicted_pages"
     return [f"{series} 0" for series, value in samples.items() if series.startswith(gone) and not value]
 
 
 def overfull(samples: Samples) -> list[str]:
-    """Tiers that hold more than they have room for."""
+    """Return the tiers with more pages than their size."""
     room = "deltafront_kv_tier_room_pages"
     return [
         f"{series}: {value:g} pages, {samples[held]:g} held"
@@ -132,9 +133,12 @@ def overfull(samples: Samples) -> list[str]:
 
 
 def inconsistent(before: Samples, after: Samples, logs: Iterable[Log], entries: int) -> list[str]:
-    """Where counters do not add up with what clients saw. Every stream that a door took has one outcome,
-    except on a door that died; `entries` of the doors and what is before them did; a client that left may
-    have left before it could see that. What finished at a client finished at a door."""
+    """Return contradictions between counters and the clients' logs.
+
+    Every stream at a door has one outcome, unless the door died. `entries`: how many doors and proxies died;
+    then a client that left may not have noticed it. An answer that finished at a client has finished at a
+    door.
+    """
 
     def grown(name: str, *labels: str) -> float:
         return total(after, name, *labels) - total(before, name, *labels)

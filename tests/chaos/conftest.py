@@ -1,6 +1,6 @@
-"""The service under attack, and what `make chaos` is told: how much, and from which seed.
+"""The services for `make chaos`, and its options for amount and seed.
 
-Without --chaos only what is pure runs here; the short form is tests/service/test_chaos.py.
+Without --chaos only tests of pure functions run. tests/service/test_chaos.py is a short chaos test.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from .running import Service, running
 
 @dataclass(frozen=True)
 class Amount:
-    """kills; minutes of the soak; tries of every other case, 0 for its own number. budget_s: after so many
-    seconds no further try of a case begins. add: to what chaos.json has."""
+    """How much to run: number of kills, minutes of the soak, tries of every other case (0: the case's
+    default). budget_s: seconds after which a case begins no further try. add: add to the results in
+    chaos.json."""
 
     seed: int
     kills: int
@@ -63,18 +64,18 @@ def amount(request: pytest.FixtureRequest) -> Amount:
 
 
 _FORMS = ("mapped", "tiers")
-"""Forms of the service, which name its rows."""
+"""Variants of the service, whose names are prefixes of result rows."""
 MAPPED: dict[str, dict[str, Any]] = {
     "prefill": {"groups": 1, "stages": 1},
     "decode": {"workers": 1, "tensor_parallel": 1},
     "handoff": {"transport": "mapped"},
 }
 TIERS = {"cache_tokens": 8192, "max_wait_s": 120.0, "host_cache_gib": 0.1, "store_gib": 0.15}
-"""Pages for two long prompts, host memory for several, so that prompts come and go."""
+"""Pages for two long prompts and host memory for several, so that blocks are evicted and loaded."""
 
 
 class Switch:
-    """One service at a time: their ports are the same."""
+    """Runs one service at a time, because all use the same ports."""
 
     def __init__(self, folders: pytest.TempPathFactory, inside: bool) -> None:
         self._folders, self._inside = folders, inside
@@ -83,7 +84,8 @@ class Switch:
         self._running: Service | None = None
 
     def to(self, name: str, **sections: dict[str, Any]) -> Service:
-        """The service of that name, started unless it runs already. sections: of its configuration."""
+        """Return the service with that name, and start it unless it runs. sections: changes of its
+        configuration."""
         if self._running is None or name != self._name:
             self.off()
             start = running_inside if self._inside else running
@@ -105,7 +107,7 @@ def switch(amount: Amount, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def tiers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Configure a decode worker's host memory and files below the pages, with --chaos-tiers alone."""
+    """With --chaos-tiers, configure host memory and files for the prefix cache."""
     if not request.config.getoption("--chaos-tiers"):
         return {}
     return {**TIERS, "store": str(tmp_path_factory.getbasetemp() / "store")}
@@ -113,7 +115,8 @@ def tiers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def service(switch: Switch, request: pytest.FixtureRequest, tiers: dict[str, Any]) -> Service:
-    """Two of everything; with --chaos-mapped one stage that maps one decode worker's memory."""
+    """A service with two of everything; with --chaos-mapped, one stage that maps one decode worker's
+    memory."""
     option = request.config.getoption
     name = "_".join(one for one in _FORMS if option(f"--chaos-{one}")) or "whole"
     sections = {key: dict(keys) for key, keys in MAPPED.items()} if option("--chaos-mapped") else {}
@@ -126,8 +129,8 @@ def service(switch: Switch, request: pytest.FixtureRequest, tiers: dict[str, Any
 
 @pytest.fixture
 def alone(switch: Switch, tiers: dict[str, Any]) -> Service:
-    """Two doors, and nothing to spare behind them: one group with a short queue, one decode worker. It
-    remembers only with --chaos-tiers."""
+    """A service with two doors but no spare workers: one group with a short queue, and one decode worker. Its
+    prefix cache is off without --chaos-tiers."""
     sections: dict[str, dict[str, Any]] = {
         "prefill": {"groups": 1, "max_waiting": 4, "cache_tokens": 4096},
         "decode": {**tiers, "workers": 1, "cache_tokens": 8192},
@@ -141,7 +144,7 @@ Record = Callable[..., None]
 
 @pytest.fixture(scope="session")
 def record(amount: Amount, request: pytest.FixtureRequest) -> Record:
-    """record(case, tries, bad, note, add): a row of chaos.json."""
+    """Return the function that writes a row of chaos.json: record(case, tries, bad, note, add)."""
 
     def write(case: str, tries: int, bad: int, note: str = "", add: bool = amount.add) -> None:
         case = "".join(f"{one}_" for one in _FORMS if request.config.getoption(f"--chaos-{one}")) + case

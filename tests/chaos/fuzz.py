@@ -1,5 +1,7 @@
-"""Random requests: every field of every message, with ordinary and extreme values, and bytes that are none.
-What is made follows from the generator that is passed in."""
+"""Random requests: every field of every message with ordinary and extreme values, and invalid bytes.
+
+The given random generator determines all requests.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ _KINDS = {
 
 
 def message(draw: random.Random, kind: type[Message]) -> Message:
-    """A message of a kind, with values that its fields can hold."""
+    """Make a random message of a type."""
     made = kind()
     for one in made.DESCRIPTOR.fields:
         if draw.random() < 0.5:
@@ -69,7 +71,7 @@ def _fill(draw: random.Random, made: Message, one: FieldDescriptor) -> None:
         of_messages = one.message_type.fields_by_name["value"].message_type is not None
         for _ in range(draw.randint(0, 3)):
             values, key = getattr(made, one.name), draw.choice(_NAMES + _TEXTS)
-            if of_messages:  # of JSON, which may hold itself without end
+            if of_messages:  # JSON values, which may be nested without end
                 values[key].string_value = draw.choice(_TEXTS)
             else:
                 values[key] = draw.choice(_FLOATS)
@@ -102,14 +104,15 @@ def _bytes(draw: random.Random) -> bytes:
 
 
 def _whole(draw: random.Random, bits: int) -> int:
-    """Of an integer type; an odd number of bits is one more than those of an unsigned one."""
+    """Make a random integer of a type with `bits` bits. An odd number means an unsigned type with one bit
+    less."""
     unsigned = bits % 2 == 1
     low, high = (0, 2 ** (bits - 1) - 1) if unsigned else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     return draw.choice((0, 1, 2, 3, 7, low, high, draw.randint(low, high), draw.randint(0, 100)))
 
 
 def garbage(draw: random.Random, wire: bytes) -> bytes:
-    """Bytes near a message's: cut, changed, doubled, or nothing of it."""
+    """Change a message's bytes: cut, alter, double or replace them."""
     data = bytearray(wire)
     for _ in range(draw.randint(1, 4)):
         place = draw.randrange(len(data) + 1)
@@ -129,14 +132,15 @@ def garbage(draw: random.Random, wire: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Call:
-    """A method of the service, and what is sent to it."""
+    """A method of the service, and the bytes to send."""
 
     method: str
     wire: bytes
 
 
 def call(draw: random.Random) -> Call:
-    """Every fourth is garbage. Where a request may be answered, only a few tokens are asked for."""
+    """Make a random call. Every fourth one is garbage. Requests that may succeed ask for only a few
+    tokens."""
     method = draw.choice(SERVICE.methods)
     made = message(draw, getattr(pb, method.input_type.name))
     if isinstance(made, pb.GenerateRequest) and (draw.random() < 0.9 or made.HasField("prompt")):
@@ -147,7 +151,7 @@ def call(draw: random.Random) -> Call:
 
 @dataclass
 class Findings:
-    """Codes of the answers, and what no answer may be."""
+    """The codes of the answers, and the forbidden results."""
 
     codes: Counter[str] = field(default_factory=Counter)
     bad: list[str] = field(default_factory=list)
@@ -159,8 +163,8 @@ FORBIDDEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.
 def fuzz(
     addresses: Sequence[str], calls: int, seed: int, threads: int = 8, until: float = math.inf
 ) -> Findings:
-    """Send so many, or what there is time for; sessions that come of them are released. addresses: of each
-    thread in turn. until: by the monotonic clock."""
+    """Send this number of calls, or as many as time permits, and release their sessions. addresses: used by
+    the threads in turn. until: by the monotonic clock."""
     findings, lock = Findings(), threading.Lock()
 
     def send(first: int) -> None:
@@ -182,7 +186,7 @@ def fuzz(
 
 
 def _send(channel: grpc.Channel, one: Call) -> tuple[grpc.StatusCode, str]:
-    """The code, and what is wrong with it, if anything is."""
+    """Send a call. Return its code, and what is wrong with the result, if anything."""
     code, details, sessions = _ask(channel, one)
     for session in sessions:
         _ask(
@@ -194,7 +198,7 @@ def _send(channel: grpc.Channel, one: Call) -> tuple[grpc.StatusCode, str]:
 
 
 def _ask(channel: grpc.Channel, one: Call) -> tuple[grpc.StatusCode, str, list[str]]:
-    """How it ended, and the sessions that it made."""
+    """Make a call. Return how it ended, and the sessions that it made."""
     method = SERVICE.methods_by_name[one.method]
     answer: type[Message] = getattr(pb, method.output_type.name)
     path = f"/{SERVICE.full_name}/{one.method}"

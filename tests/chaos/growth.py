@@ -1,4 +1,4 @@
-"""Whether processes grow, from samples of their memory and file descriptors. Pure."""
+"""Detects growing processes by samples of their memory and file descriptors. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DESCRIPTORS = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """A process at a moment: resident bytes, open file descriptors."""
+    """A sample of a process: resident bytes and open file descriptors."""
 
     pid: int
     title: str
@@ -23,8 +23,8 @@ class Sample:
 
 
 def grown(samples: Iterable[Sample], after: float) -> list[str]:
-    """Processes whose last third of the samples after a moment is larger than the first third, by medians: by
-    a twentieth and 16 MiB, or by 8 descriptors."""
+    """Return the processes that have grown since `after`: the median of their last third of samples exceeds
+    that of the first third by 5% and 16 MiB, or by 8 descriptors."""
     by_process: dict[int, list[Sample]] = {}
     for sample in samples:
         if sample.at >= after:

@@ -1,5 +1,5 @@
-"""The same service in this process, without Ray: real doors with real gRPC, real groups and decode workers,
-K/V by the in-process transport. Nothing can be killed here."""
+"""The same service in one process without Ray: real doors with gRPC, real groups and decode workers, and the
+in-process transport. Nothing can be killed here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ONE_RANK = {"decode": {"tensor_parallel": 1}}
 
 
 class ToEngines:
-    """What stages hand over, to the engine that has the request. Called on the stages' threads."""
+    """Passes the stages' KV to the engine that has the request, on the stages' threads."""
 
     def __init__(self, engines: Sequence[DecodeEngine], loop: asyncio.AbstractEventLoop) -> None:
         self._engines, self._loop = engines, loop
@@ -40,14 +40,14 @@ class ToEngines:
 
     def _engine(self, request_id: str) -> DecodeEngine:
         known = (engine for engine in self._engines if engine._requests.find(request_id) is not None)
-        return next(known, self._engines[0])  # which says that it does not know the request
+        return next(known, self._engines[0])  # any engine will report an unknown request
 
     def _wait(self, call: Any) -> None:
         asyncio.run_coroutine_threadsafe(call, self._loop).result(HANG_S)
 
 
 class Inside(Service):
-    """houses: doors, which are asked in turn."""
+    """A service in this process. houses: its doors, which are used in turn."""
 
     def __init__(self, houses: Sequence[House], entries: list[Any]) -> None:
         super().__init__(os.getpid(), whole_of(0, 0, 0, 0), http="")
@@ -60,7 +60,7 @@ class Inside(Service):
 
     @address.setter
     def address(self, _given: str) -> None:
-        """There are two."""
+        """The address of the next door."""
 
     def audits(self) -> Audits:
         return list(self._entries)
@@ -89,7 +89,7 @@ async def _workers(config: ServiceConfig) -> tuple[list[PrefillController], list
 
 @contextmanager
 def running_inside(folder: Path, **sections: dict[str, Any]) -> Iterator[Service]:
-    """Like `running`."""
+    """Like `running`, but in this process."""
     content = merge(merge(configuration(write_model(folder / MODEL)), sections), _ONE_RANK)
     config, loop, audit = parse(content), Loop(), _Audit()
     logger = logging.getLogger("deltafront.audit")

@@ -1,7 +1,8 @@
-"""Clients of every kind, each in a thread and with a connection of its own, so that both doors have some.
+"""Clients of every kind, each in its own thread and with its own connection, so that both doors have some.
 
-Each has been answered before it asks: the library takes an address where it never heard anybody for a
-mistyped one, and says so at once. A service's clients live longer than one request."""
+Each client gets an answer before its request, because the library does not retry at an address that never
+answered. Real clients, too, live longer than one request.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _PAUSE_S = 0.3
 
 
 class Counting(DeltafrontClient):
-    """Writes into a log how often it calls, and how often a call breaks."""
+    """Counts calls and broken calls in a log."""
 
     log: Log
 
@@ -48,7 +49,7 @@ class Counting(DeltafrontClient):
 
 
 class Clients:
-    """asked: all at once. seen(): how many events have come, of all of them together."""
+    """Concurrent clients. asked: their requests. seen(): number of events that all clients have received."""
 
     def __init__(self, service: Service, asks: Sequence[Ask]) -> None:
         self._service = service
@@ -60,7 +61,7 @@ class Clients:
 
     @property
     def expected(self) -> int:
-        """Events without faults, about: those of reading count little."""
+        """Estimate the number of events without faults. Progress events count little."""
         return sum(log.ask.tokens for log in self.logs)
 
     def seen(self) -> int:
@@ -70,7 +71,8 @@ class Clients:
         return all(one.done() for one in self._running)
 
     def join(self) -> None:
-        """Raises what a client did not foresee, and TimeoutError naming one that hangs."""
+        """Wait for all clients. Raises a client's unexpected exception, or TimeoutError with the name of a
+        client that hangs."""
         try:
             for log, one in zip(self.logs, self._running, strict=True):
                 try:
@@ -106,7 +108,7 @@ class Clients:
         )
 
     def _session(self, client: Counting, log: Log) -> None:
-        """A session dies with its worker; whoever has one sends the document again."""
+        """Use a session. If it has died with its worker, send the document again."""
         while True:
             try:
                 session = self._document(client, log)
@@ -162,8 +164,8 @@ class Clients:
         last: bool = True,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """after: done once, when the client has seen as many events as it wants to. last: whether the finish
-        ends the client's request."""
+        """Read a stream. after: called once, after the client's number of events. last: whether the finish
+        event ends the client's request."""
         for seen, event in enumerate(self._events(events, log), 1):
             if isinstance(event, Token):
                 log.indices.append(event.index)
@@ -195,7 +197,7 @@ class Clients:
             except _BROKEN:
                 pass
             except openai.APIStatusError as error:
-                if isinstance(error.body, dict):  # the service's own word
+                if isinstance(error.body, dict):  # the service's own error
                     log.ends.append(f"HTTP {error.status_code}: {error.message}")
                     return
             except openai.APIError as error:
@@ -208,7 +210,7 @@ class Clients:
             time.sleep(_PAUSE_S)
 
     def _stream_http(self, log: Log) -> None:
-        """Raises one of _BROKEN also where the stream ends too early."""
+        """Stream over HTTP. Raises one of _BROKEN for a broken stream, also if it ends too early."""
         with openai.OpenAI(base_url=f"{self._service.http}/v1", api_key="-", max_retries=0) as client:
             chunks = client.completions.create(
                 model=self._service.model,

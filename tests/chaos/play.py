@@ -1,4 +1,4 @@
-"""One episode: clients ask, processes die under them, and then everything must hold."""
+"""Plays one episode: clients send requests, processes die, and then all checks must hold."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .running import Service
 from .schedule import ENTRIES, Ask, Episode, Fault, Form
 
 NEXT = Ask(Form.GREEDY, 0, 8, 0)
-"""What is asked when all is over."""
+"""The request after an episode."""
 _LEASE_S = 5.5
-"""Of requests and sessions whose door died, and a tenth of it (`stream_lease_s`)."""
+"""Seconds after which requests and sessions of a dead door have ended: `stream_lease_s` and a tenth."""
 _SLACK_S = 4.5
 _GAUGES_S = 10.0
 
@@ -25,7 +25,7 @@ References = Mapping[Key, Reference]
 
 @dataclass
 class Outcome:
-    """What an episode found. Each list is empty if all is well; faults: those that met a process."""
+    """The results of an episode. Each list is empty if all is well. faults: faults that hit a process."""
 
     faults: list[Fault] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def play(service: Service, episode: Episode, references: References) -> Outcome:
-    """Raises AssertionError or TimeoutError where something never ends."""
+    """Play an episode. Raises AssertionError or TimeoutError if something never ends."""
     outcome = Outcome(requests=len(episode.asks))
     before = checks.parse(service.scrape())
     clients = Clients(service, episode.asks)
@@ -75,7 +75,7 @@ def _held(service: Service) -> list[str]:
 
 
 def _metrics(service: Service, before: checks.Samples, logs: Sequence[Log], entries: int) -> list[str]:
-    """Doors look once a second, so gauges get a while."""
+    """Read /metrics, and wait for gauges, because doors poll once a second."""
     until = time.monotonic() + _GAUGES_S
     while (busy := checks.busy(after := checks.parse(service.scrape()))) and time.monotonic() < until:
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What answers are compared with."""
+"""Answers without faults, for comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .running import Service
 from .schedule import MAX_TOKENS, OPTIONS, PROMPTS, Ask, Form, prompt, question
 
 Key = tuple[int, Form]
-"""A prompt, and which of its answers: greedy, sampled, by a sparse method, or to the question about it."""
+"""A prompt, and the kind of its answer: greedy, sampled, with a sparse method, or to a question."""
 EVERY_KEY = tuple(
     (number, form)
     for number in range(PROMPTS)
@@ -21,13 +21,13 @@ EVERY_KEY = tuple(
 
 
 def key_of(ask: Ask) -> Key:
-    """What its answer is compared with."""
+    """Return the key of the answer without faults."""
     own = ask.form in (Form.SAMPLED, Form.SPARSE, Form.SESSION)
     return ask.prompt, ask.form if own else Form.GREEDY
 
 
 def references(service: Service, keys: Iterable[Key] = EVERY_KEY) -> dict[Key, Reference]:
-    """Answers of a service that nothing happens to."""
+    """Collect the answers of a service without faults."""
     found: dict[Key, Reference] = {}
     with service.client() as client:
         for number, form in keys:

@@ -1,4 +1,4 @@
-"""benchmarks/results/chaos.json: a row for each case, and how runs add up."""
+"""Writes benchmarks/results/chaos.json: a row for each case, which runs may add to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULT = ROOT / "benchmarks" / "results" / "chaos.json"
 
 @dataclass(frozen=True)
 class Row:
-    """bad: of `tries`, those that broke what must hold."""
+    """A case's result. bad: number of tries that failed."""
 
     case: str
     tries: int
@@ -24,8 +24,7 @@ class Row:
 
 
 def merged(rows: Sequence[Row], row: Row, add: bool) -> list[Row]:
-    """With a new row in its case's place. add: tries and bad ones are added to what is there, notes are
-    joined."""
+    """Replace the row of a case. add: instead add the numbers to the old row, and join the notes."""
     old = next((one for one in rows if one.case == row.case), None)
     if old is None:
         return [*rows, row]
@@ -36,7 +35,7 @@ def merged(rows: Sequence[Row], row: Row, add: bool) -> list[Row]:
 
 
 def write(row: Row, add: bool, path: Path = RESULT) -> None:
-    """Into the file; what other cases have there stays, and says which commit it is of if that is another."""
+    """Write a row into the file. Rows of other cases stay, and name their commit if it differs."""
     commit = commit_of(ROOT)
     content = json.loads(path.read_text()) if path.exists() else {"commit": commit, "rows": []}
     rows = [Row(**one) for one in content["rows"]]

@@ -1,4 +1,4 @@
-"""The service that is tried, two of everything and a tiny random model; and its processes, by kind."""
+"""The service under test, with two of everything and a tiny random model; and its processes, by kind."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from .schedule import Fault, Kind, prompt
 
 MODEL = "tiny"
 _AS_OTHERS = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
-"""Ray's workers run at a low priority otherwise: whatever else the machine does would be a fault, too."""
+"""The environment of the service. Without it Ray's workers have low priority, so other load would act like a
+fault."""
 Audits = list[dict[str, Any]]
 RANKS = 2
-"""Every decode worker has so many."""
+"""Ranks of each decode worker."""
 REPLAYS = 5
-"""How often a request is tried again: so many processes may die under it."""
+"""Retries of a request, and so the number of processes that may die during it."""
 _TRACEBACK_LINES = 60
 PATIENCE_S = 600.0
-"""Until what must happen counts as never happening."""
+"""The longest wait for an event, only to keep a failing test from hanging."""
 
 
 def whole_of(groups: int, stages: int, workers: int, doors: int = 2, ranks: int = 1) -> dict[Kind, int]:
-    """How many processes of Deltafront's there are of each kind."""
+    """Return the number of Deltafront's processes of each kind."""
     return {
         Kind.STAGE: groups * stages,
         Kind.CONTROLLER: groups,
@@ -50,7 +51,7 @@ def whole_of(groups: int, stages: int, workers: int, doors: int = 2, ranks: int 
 
 
 def configuration(model: Path) -> dict[str, Any]:
-    """Two of everything."""
+    """Make a configuration with two of everything."""
     worker = {"cache_tokens": 32_768, "device": "cpu"}
     ranks = {"tensor_parallel": RANKS, "cpus": 0.1}
     return {
@@ -69,8 +70,8 @@ def configuration(model: Path) -> dict[str, Any]:
 
 
 class Service:
-    """A running service. pid: of the process that everything else descends from. whole: how many processes of
-    Deltafront's there are of each kind when nothing is missing. model: its name over HTTP."""
+    """A running service. pid: the root of its process tree. whole: the complete number of Deltafront's
+    processes of each kind. model: the model's name over HTTP."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Service:
         self.metrics = "http://127.0.0.1:9464/metrics"
 
     def processes(self) -> dict[Kind, list[psutil.Process]]:
-        """Those that live and have not been stopped, oldest first."""
+        """Return the processes of a kind that live and are not stopped, the oldest first."""
         found: dict[Kind, list[psutil.Process]] = {kind: [] for kind in Kind}
         for process in psutil.Process(self.pid).children(recursive=True):
             try:
@@ -97,7 +98,7 @@ class Service:
         return {kind: sorted(those, key=lambda one: one.pid) for kind, those in found.items()}
 
     def strike(self, fault: Fault) -> bool:
-        """Send the signal, unless nobody of that kind is there, or of the doors only one."""
+        """Send a fault's signal, unless no process of its kind is left, or only one door."""
         those = self.processes()[fault.kind]
         if len(those) <= (fault.kind is Kind.DOOR):
             return False
@@ -111,7 +112,7 @@ class Service:
         return DeltafrontClient(self.address, retry_s=retry_s)
 
     def chunk_seconds(self) -> float:
-        """Between two chunks of a prompt that is read alone, the median."""
+        """Measure the median seconds between two chunks of a prompt alone."""
         at, waits = time.monotonic(), list[float]()
         with self.client() as client:
             for event in client.generate(prompt(5), method="dense", max_tokens=1, ignore_eos=True):
@@ -121,21 +122,21 @@ class Service:
         return statistics.median(waits[1:])
 
     def used(self, client: DeltafrontClient) -> int:
-        """Pages that somebody holds."""
+        """Count the pages in use."""
         info = client.info()
         total = info.decode_pages_total + info.prefill_pages_total
         return total - info.decode_pages_free - info.prefill_pages_free
 
     def seconds_to_an_answer(self, client: DeltafrontClient) -> float:
-        """Until HAProxy and a door are there."""
+        """Measure the seconds until HAProxy and a door answer."""
         return waited(lambda: bool(client.info().model), lambda: "nobody answers", PATIENCE_S)
 
     def seconds_to_no_page(self, client: DeltafrontClient, patience_s: float = PATIENCE_S) -> float:
-        """Raises AssertionError if some are held for longer than that."""
+        """Measure the seconds until no page is in use. Raises AssertionError after the limit."""
         return waited(lambda: not self.used(client), lambda: f"{self.used(client)} pages", patience_s)
 
     def seconds_to_whole(self, client: DeltafrontClient, patience_s: float = PATIENCE_S) -> float:
-        """Until every process is there, and the door that is asked knows of all workers."""
+        """Measure the seconds until every process runs and a door knows all workers."""
 
         def counts() -> dict[Kind, int]:
             return {kind: len(those) for kind, those in self.processes().items()}
@@ -150,7 +151,8 @@ class Service:
         return waited(complete, lambda: f"only {counts()}", patience_s)
 
     def seconds_to_usable(self, client: DeltafrontClient, patience_s: float = PATIENCE_S) -> float:
-        """Until both doors are there, and a group and a decode worker: others may still be missing."""
+        """Measure the seconds until both doors, a group and a decode worker serve. Others may still be
+        missing."""
 
         def usable() -> bool:
             info = client.info()
@@ -160,29 +162,29 @@ class Service:
         return waited(usable, lambda: "a door or a role is missing", patience_s)
 
     def audits(self) -> Audits:
-        """The audit log's entries of the doors that live."""
+        """Return the audit entries of the living doors."""
         entries = (line.partition("deltafront.audit:")[2] for line in self._log())
         return [json.loads(entry) for entry in entries if entry]
 
     def tried_again(self, since: float) -> list[float]:
-        """When doors that live sent a request to another worker, in seconds after `since` (of the epoch)."""
+        """Return when living doors sent a request to another worker, in seconds after `since` (epoch)."""
         lines = (line.split(" WARNING:deltafront.service.request.run.attempt:try ") for line in self._log())
         times = (datetime.strptime(parts[0], "%Y-%m-%d %H:%M:%S,%f") for parts in lines if len(parts) > 1)
         return sorted(at.timestamp() - since for at in times if at.timestamp() > since)
 
     def unexpected(self) -> str:
-        """Exceptions that no door expected, with what was logged behind them."""
+        """Return the doors' unexpected exceptions, with the log after each."""
         lines = list(self._log())
         found = [n for n, line in enumerate(lines) if line.endswith("a request failed")]
         return "\n".join(line for n in found for line in lines[n : n + _TRACEBACK_LINES])
 
     def _log(self) -> Iterator[str]:
-        """What the doors that live have written on their standard error."""
+        """Return the standard error of the living doors."""
         for door in self.processes()[Kind.DOOR]:
             yield from Path(f"/proc/{door.pid}/fd/2").read_text(errors="replace").splitlines()
 
     def scrape(self) -> str:
-        """What /metrics says; another door takes the port over when the one that had it dies."""
+        """Read /metrics. If the door with the port dies, another door takes the port over."""
         until = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -194,7 +196,7 @@ class Service:
 
 
 def waited(true: Callable[[], bool], otherwise: Callable[[], str], patience_s: float) -> float:
-    """Seconds until it is true; a service that does not answer is asked again."""
+    """Measure the seconds until a condition holds. A service that does not answer is asked again."""
     started = time.monotonic()
     while True:
         try:
@@ -208,20 +210,20 @@ def waited(true: Callable[[], bool], otherwise: Callable[[], str], patience_s: f
 
 
 def write_model(directory: Path) -> Path:
-    """A tiny random model with a byte tokenizer."""
+    """Write a tiny random model with a byte tokenizer."""
     make_tiny_model(directory, VOCABULARY, positions=16_384)
     write_tokenizer(directory)
     return directory
 
 
 def merge(content: dict[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """A configuration with some keys of some sections otherwise."""
+    """Change some keys of some sections of a configuration."""
     return {name: {**keys, **sections.get(name, {})} for name, keys in content.items()}
 
 
 @contextmanager
 def running(folder: Path, **sections: dict[str, Any]) -> Iterator[Service]:
-    """Start it, and stop it in the end. sections: what is configured otherwise."""
+    """Run a service during the `with` block. sections: changes of its configuration."""
     content = merge(configuration(write_model(folder / MODEL)), sections)
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(content))

@@ -1,4 +1,4 @@
-"""What is asked and what dies, from a seed alone. Pure."""
+"""Requests and faults that follow from a seed alone. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """A process that may die alone, as a part of its command line: Deltafront's own, and Ray Serve's. Ray's
-    control store is not among them: the cluster dies with it, unless it has Redis (docs/deploy.md)."""
+    """Kinds of processes that may die alone, by a part of their command line: Deltafront's and Ray Serve's.
+    Ray's control store is left out, because without Redis the cluster dies with it (docs/deploy.md)."""
 
     STAGE = "ray::StageActor"
     CONTROLLER = "ray::ControllerActor"
@@ -27,38 +27,38 @@ class Kind(StrEnum):
 
 
 ENTRIES = (Kind.DOOR, Kind.HAPROXY, Kind.HAPROXY_OWNER, Kind.FALLBACK_PROXY)
-"""Those that clients' connections end in or may be led through."""
+"""Processes on the way of clients' connections."""
 RAYS = (Kind.HAPROXY, Kind.HAPROXY_OWNER, Kind.FALLBACK_PROXY, Kind.SERVE_CONTROLLER)
-"""These only die: that one of them hangs Ray notices late, or never."""
+"""Ray's processes are only killed, because Ray notices a hang late or never."""
 
 
 class Form(StrEnum):
-    """How a client asks, and how it ends."""
+    """The kind of a client's request, and its end."""
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
     SPARSE = "sparse"
-    """By a method that reads long prompts sparsely."""
+    """With a sparse method."""
     SESSION = "session"
-    """Reads a document, asks about it twice, and releases it."""
+    """Prefill a document, ask two questions and release the session."""
     HTTP = "http"
-    """Streams over OpenAI's API; whoever uses it sends a request whose connection broke again."""
+    """Stream over OpenAI's API. After a broken connection the client sends the request again."""
     CANCEL = "cancel"
-    """Cancelled by its id, by another client."""
+    """Another client cancels the request by its id."""
     LEAVE = "leave"
-    """The client goes away."""
+    """The client disconnects."""
 
 
 COMPARED = (Form.GREEDY, Form.SAMPLED, Form.SPARSE, Form.SESSION, Form.HTTP)
-"""Answers that must be those of a service without faults, token by token."""
+"""Requests whose answers must equal those without faults, token by token."""
 OPTIONS: dict[Form, dict[str, Any]] = {
     Form.SAMPLED: {"temperature": 0.8, "top_p": 0.9, "seed": 3},
     Form.SPARSE: {"method": "streaming", "options": {"window": 256, "min_tokens": 0}, "skip_cache": True},
 }
-"""Beside the prompt; by default the method is dense. A sparse answer depends on the K/V that it finds, and
-another worker may have other K/V or none (0023): only one that finds nothing can be compared."""
+"""Options of each kind; the default method is dense. A sparse answer depends on its prefix hit, which may
+differ between workers (0023), so only sparse requests without a hit can be compared."""
 PROMPTS = 8
-"""Different ones; `prompt` says which are long."""
+"""The number of different prompts. `prompt` says which are long."""
 MAX_TOKENS = 48
 _LONGEST_PROMPT = 3500
 _SHARES = {Form.GREEDY: 4, Form.SAMPLED: 2, Form.SESSION: 2, Form.HTTP: 2, Form.SPARSE: 1}
@@ -67,8 +67,8 @@ _SHARES |= {Form.CANCEL: 1, Form.LEAVE: 1}
 
 @dataclass(frozen=True)
 class Ask:
-    """One client's request. prompt: which. tokens: of the answer. events: seen before a client cancels or
-    leaves."""
+    """One client's request. prompt: number of the prompt. tokens: length of the answer. events: events before
+    the client cancels or leaves."""
 
     form: Form
     prompt: int
@@ -78,8 +78,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal for one process. which: of those of its kind, counted round. progress: of all events that the
-    episode's clients are going to see, the share that comes before it."""
+    """A signal for one process. which: index among the processes of its kind, modulo their number. progress:
+    the share of the episode's events before the signal."""
 
     kind: Kind
     which: int
@@ -89,7 +89,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Episode:
-    """Requests that run side by side, and what happens under them. Never do all doors die."""
+    """Concurrent requests and the faults during them. At least one door survives."""
 
     seed: int
     asks: tuple[Ask, ...]
@@ -97,8 +97,8 @@ class Episode:
 
 
 def episode(seed: int, requests: int, stops: bool = True, others: int = 2) -> Episode:
-    """One fault at least: one door's at most, and of other processes at most as often as a request is tried
-    again (`door.replays`). stops: whether a process may hang instead of dying."""
+    """Draw an episode with at least one fault: at most one of a door, and of other processes at most
+    `door.replays`. stops: whether processes may also be stopped."""
     draw = random.Random(seed)
     asks = [_ask(draw) for _ in range(requests)]
     faults: list[Fault] = []
@@ -123,12 +123,12 @@ def _fault(draw: random.Random, stops: bool) -> Fault:
 
 
 def prompt(number: int) -> str:
-    """The same text always: every second one is long."""
+    """Return a prompt, always the same text for a number. Every second one is long."""
     draw = random.Random(number)
     length = draw.randint(_LONGEST_PROMPT // 2, _LONGEST_PROMPT) if number % 2 else draw.randint(40, 400)
     return "".join(draw.choice("abcdefghijklmnopqrstuvwxyz     .,") for _ in range(length))
 
 
 def question(number: int) -> str:
-    """About a document."""
+    """Return the question about a document."""
     return f"\nWhat is number {number}?"

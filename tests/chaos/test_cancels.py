@@ -1,4 +1,4 @@
-"""Clients that leave, by the hundred, at random moments."""
+"""Hundreds of clients that disconnect at random moments."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def leave(
     seconds: float,
     sessions: bool,
 ) -> None:
-    """Ask, and be gone after so many seconds: by closing the stream, by the request's id, or over HTTP.
-    sessions: whether some ask for one."""
+    """Send a request and end it after some seconds: by closing the stream, by the request's id, or over HTTP.
+    sessions: whether some requests make sessions."""
     text = prompt(number)
     if way == "http":
         body = {"model": MODEL, "prompt": text, "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
@@ -68,14 +68,14 @@ def leave(
         for response in stream:
             session = session or response.finish.session.session_id
     timer.join()
-    if session:  # it was faster than we
+    if session:  # the answer ended first
         stub.ReleaseSession(pb.ReleaseSessionRequest(session_id=session))
 
 
 @pytest.mark.timeout(24 * 3600)
 def test_many_cancels_free_their_pages_in_time(service: Service, amount: Amount, record: Record) -> None:
-    """With sessions in one process only. Elsewhere an answer may have ended, and its session been kept as
-    asked, when the client leaves, which has not heard of it: such a session lives as long as it may."""
+    """Uses sessions only in one process. In a real service an answer may have ended, with its session kept,
+    before its client leaves without having seen it. Such a session stays until its lease ends."""
     tries = amount.tries or 1000
     draw = random.Random(amount.seed)
     chunk = service.chunk_seconds()

@@ -1,4 +1,4 @@
-"""Every message, 10,000 times, at the real service."""
+"""Sends 10,000 random messages to a real service."""
 
 from __future__ import annotations
 

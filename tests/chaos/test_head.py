@@ -1,5 +1,5 @@
 """The head of a cluster dies, with Ray's control store and Serve's controller, and comes back. With Redis the
-store has kept what it knew: doors and workers on other nodes go on as if nothing were."""
+store keeps its data, so doors and workers on other nodes continue to serve."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ from .conftest import Amount, Record, Switch
 from .running import MODEL, PATIENCE_S, configuration, merge, waited, write_model
 
 AWAY_S = 20.0
-"""How long the head is away. Raylets wait a minute for it."""
+"""Seconds without a head. Raylets wait a minute for it."""
 ALONE = {
     "prefill": {"groups": 1, "stages": 1, "node_labels": {LABEL: "all"}},
     "decode": {"workers": 1, "node_labels": {LABEL: "all"}},
-    "door": {"replicas": 1, "node_labels": {LABEL: "all"}, "host": "0.0.0.0"},  # a node has its own address
+    "door": {
+        "replicas": 1,
+        "node_labels": {LABEL: "all"},
+        "host": "0.0.0.0",
+    },  # each node has its own address
 }
 
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[str]:
-    """Its address."""
+    """Start Redis and return its address."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is not installed")
@@ -48,7 +52,7 @@ def redis(tmp_path: Path) -> Iterator[str]:
 def cluster(
     amount: Amount, switch: Switch, tmp_path: Path, redis: str, tiers: dict[str, Any]
 ) -> Iterator[LocalCluster]:
-    """A head, and a node of everything else."""
+    """Start a head, and a node with everything else."""
     switch.off()
     content = merge(merge(configuration(write_model(tmp_path / MODEL)), ALONE), {"decode": tiers})
     made = LocalCluster(("head", "all"), parse(content), redis)
@@ -86,7 +90,8 @@ def answers(client: DeltafrontClient) -> bool:
 
 
 def runs(cluster: LocalCluster) -> bool:
-    """As Serve's controller says; nobody may be there yet who asks it."""
+    """Return whether Serve's controller reports a running application. False if the controller does not
+    answer yet."""
     try:
         return bool(cluster.status()["status"] == "RUNNING")
     except OSError:

@@ -21,7 +21,7 @@ REQUESTS = 6
 def test_random_kills_lose_no_request_and_change_no_answer(
     service: Service, amount: Amount, record: Record
 ) -> None:
-    """Whatever dies or hangs: no request is lost, no answer differs, no page stays, the metrics add up."""
+    """Also checks that no page stays in use and that the metrics add up."""
     found = references(service)
     until = time.monotonic() + amount.budget_s
     kills, seed, bad = 0, amount.seed, list[str]()
@@ -42,7 +42,7 @@ def test_random_kills_lose_no_request_and_change_no_answer(
 
 
 def write(record: Record, seed: int, one: Outcome, add: bool) -> None:
-    """At once, so that what was found stays when the run is ended."""
+    """Write results at once, so that they remain if the run is interrupted."""
     for case in ("lost", "differ", "held", "metrics"):
         found = getattr(one, case)
         record(f"kills_{case}", len(one.faults), len(found), f"seed {seed}" if found else "", add)

@@ -1,4 +1,4 @@
-"""Whole nodes go, on a Ray cluster of five on this machine: one of doors, two of prefill, two of decode."""
+"""Whole nodes fail, on a Ray cluster of five on this machine: one of doors, two of prefill, two of decode."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .schedule import Episode, Fault, Kind, episode
 
 NODES = ("door", "prefill", "prefill", "decode", "decode")
 REMOVABLE = ((1, 2), (3, 4))
-"""In turn, one of each. A client speaks to one door's node; a load balancer, not Deltafront, would choose
-another."""
+"""The nodes that fail, in turn. The doors' node stays, because choosing another one is a load balancer's
+task."""
 ALONE = {"prefill": {"cpus_per_stage": 0.6}, "decode": {"cpus": 0.6}, "door": {"host": "0.0.0.0"}}
-"""A node has two CPUs, so that each has one group or one worker, and an address of its own."""
+"""Settings that put one group or worker on each node, which has two CPUs and its own address."""
 
 
 class OnNodes(Service):
-    """A fault takes the node of its process."""
+    """A service on several nodes. A fault removes a whole node."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         http = f"http://{cluster.http_doors[0]}"
@@ -59,7 +59,7 @@ def cluster(amount: Amount, switch: Switch, tmp_path: Path, tiers: dict[str, Any
 
 @pytest.mark.timeout(24 * 3600)
 def test_removed_nodes_lose_no_request(cluster: LocalCluster, amount: Amount, record: Record) -> None:
-    """The other node of its kind goes on; then the lost one comes back."""
+    """The other node of its kind serves; then the lost node comes back."""
     service, draw = OnNodes(cluster), random.Random(amount.seed)
     tries, done, problems, longest = amount.tries or 8, 0, list[str](), 0.0
     until = time.monotonic() + amount.budget_s

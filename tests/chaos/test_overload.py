@@ -1,4 +1,5 @@
-"""One group, one decode worker: what is refused, how fast, and that who comes back as told is answered."""
+"""Overload of one group and one decode worker: refusals come in time, and clients that retry as told are
+answered."""
 
 from __future__ import annotations
 
@@ -28,12 +29,13 @@ _ANSWER = 8
 _CHANNELS = 8
 _FAST_S = 0.1
 _PATIENCE_S = 1800.0
-"""A client that has come back for so long in vain counts as never answered."""
+"""Seconds of retries after which a client counts as never answered."""
 
 
 @pytest.mark.timeout(24 * 3600)
 def test_never_refuses_a_request_that_fits(alone: Service, amount: Amount, record: Record) -> None:
-    """One after the other at either door, each more than half of the pool, ended by a stop string."""
+    """Requests run one after the other at alternating doors. Each takes more than half of the pages, and ends
+    at a stop string."""
     tries, refused = amount.tries or 100, 0
     text = prompt(0)
     with alone.client() as client:
@@ -59,8 +61,8 @@ def test_never_refuses_a_request_that_fits(alone: Service, amount: Amount, recor
 
 @dataclass
 class Crowd:
-    """refused: clients that were refused at least once. waited: seconds from the first refusal of each to its
-    answer."""
+    """The results of a burst. refused: clients that were refused at least once. waited: seconds from each
+    client's first refusal to its answer."""
 
     refused: int = 0
     waited: list[float] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Crowd:
 
 
 class Burst:
-    """Asks at an even rate, for so many seconds; whoever is refused does as it was told."""
+    """Starts clients at an even rate for some seconds. Refused clients retry after the given time."""
 
     def __init__(self, service: Service, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -89,7 +91,8 @@ class Burst:
             await channel.close()
 
     async def rate(self, together: int, each: int) -> float:
-        """Requests a second, when so many clients ask one after the other."""
+        """Measure the requests per second of several clients, each of which sends one request after the
+        other."""
 
         async def some() -> None:
             for _ in range(each):
@@ -102,7 +105,7 @@ class Burst:
         return together * each / (time.monotonic() - started)
 
     async def _client(self) -> None:
-        """Comes back with its prompt each time when told, until it is answered or has lost patience."""
+        """Send a prompt, and retry after the given times until it is answered or _PATIENCE_S has passed."""
         ids = self._ids()
         told = await self._ask(ids)
         if told is None:
@@ -116,11 +119,11 @@ class Burst:
             self.crowd.waited.append(time.monotonic() - began)
 
     def _ids(self) -> bytes:
-        """A prompt of its own."""
+        """Make a prompt that no other client has."""
         return b"".join(self._draw.randrange(256).to_bytes(4, "little") for _ in range(_TOKENS))
 
     async def _ask(self, ids: bytes) -> float | None:
-        """None once it is answered; else the seconds that it is told."""
+        """Send the prompt. Return None if it is answered, else the retry time in seconds."""
         stub = pb_grpc.DeltafrontServiceStub(self._draw.choice(self._channels))  # type: ignore[no-untyped-call]
         sampling = pb.SamplingOptions(max_tokens=_ANSWER, ignore_eos=True)
         stream = stub.Generate(pb.GenerateRequest(prompt=pb.Prompt(token_ids=ids), sampling=sampling))

@@ -1,4 +1,4 @@
-"""What the suite itself decides: its schedules follow from seeds, and its checks see what is wrong."""
+"""The chaos suite itself: schedules follow from seeds, and checks detect errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEEDS = range(300)
 ASK = Ask(Form.GREEDY, 0, 3, 0)
 
 
-def test_an_episode_follows_from_its_seed() -> None:
+def test_seed_determines_the_episode() -> None:
     assert episode(7, 6) == episode(7, 6) != episode(8, 6)
     assert prompt(3) == prompt(3) != prompt(5)
 
@@ -53,7 +53,6 @@ def finished(ask: Ask = ASK, ids: tuple[int, ...] = (5, 6, 7)) -> Log:
 
 
 def test_a_wait_counts_from_the_kill_and_ends_with_each_event() -> None:
-    """The wait does not last to the end of the answer."""
     assert longest_wait([1.0, 9.0, 12.5, 13.0, 15.0], since=10.0) == 2.5
     assert longest_wait([11.0, 12.0, 15.0, 15.5], since=10.0) == 3.0
     assert longest_wait([14.0, 15.0], since=10.0) == 4.0, "nothing had come before"

@@ -1,4 +1,4 @@
-"""How long a client waits when a process that works for it dies or hangs, and what a dead door leaves."""
+"""Measures a client's wait when a process dies or hangs, and the pages that a dead door leaves."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ WITH_SPARE_S, WITHOUT_S, PAGES_S, NOTICE_S = 3.0, 12.0, 10.0, 5.0
 _KINDS = (Kind.STAGE, Kind.DECODE, Kind.RANK, Kind.CONTROLLER)
 _DECODE = (Kind.DECODE, Kind.RANK, Kind.DECODE_OWNER)
 _OWNERS = (Kind.GROUP_OWNER, Kind.DECODE_OWNER)
-"""Serve's replicas, with which their group or worker dies. They compute nothing, so about every second one
-that is killed owns what works."""
+"""Serve's replicas, whose group or worker dies with them. About half of the killed ones own a worker that is
+in use."""
 _CLIENTS = 4
 _ALONE = 3
-"""As many as have room on one decode worker at once."""
+"""Concurrent clients that fit one decode worker."""
 
 
 class Trials:
-    """Seconds that something takes, again and again; each must be within a bound."""
+    """Repeated measurements in seconds, each of which must be within a bound."""
 
     def __init__(self, service: Service, amount: Amount, record: Record) -> None:
         self._service, self._amount, self._record = service, amount, record
         self.draw = random.Random(amount.seed)
 
     def pauses(self, case: str, bound_s: float, kinds: Sequence[Kind], clients: int) -> None:
-        """Longest pauses of clients when processes of these kinds are killed in turn."""
+        """Measure the longest pauses of clients while processes of these kinds are killed in turn."""
         noticed: list[float] = []
 
         def once(number: int) -> float | None:
@@ -64,7 +64,8 @@ class Trials:
         once: Callable[[int], float | None],
         more: Callable[[], str] = str,
     ) -> None:
-        """What was measured is a row, also when it is ended early; None is not a try. more: for its note."""
+        """Run the tries and record them in a row, even if the run is interrupted. None does not count as a
+        try. more: added to the row's note."""
         seconds: list[float] = []
         until = time.monotonic() + self._amount.budget_s
         try:
@@ -90,16 +91,19 @@ def trials(service: Service, amount: Amount, record: Record) -> Trials:
 
 @dataclass(frozen=True)
 class Pause:
-    """Seconds. longest: that a client waited for an event. noticed: until a door sent a request elsewhere."""
+    """A pause in seconds. longest: a client's longest wait for an event. noticed: until a door used another
+    worker."""
 
     longest: float
     noticed: float
 
 
 def pause(service: Service, kind: Kind, sign: Signals, clients: int) -> Pause | None:
-    """What clients with long prompts see from then on when the process of a kind that works most gets a
-    signal. Prompts are read whole, whatever is remembered of them: else nobody works for them. Infinite where
-    one of them fails; None where the process did nothing for them."""
+    """Send a signal to the busiest process of a kind, and measure the pause of clients with long prompts.
+
+    Prompts skip the prefix cache, so that workers prefill them. Returns infinity if a request fails, and None
+    if the process did nothing for the requests.
+    """
     begun, killed, before = threading.Event(), math.inf, seconds_of(service, kind)
 
     def ask(number: int) -> float:
@@ -132,13 +136,13 @@ def pause(service: Service, kind: Kind, sign: Signals, clients: int) -> Pause | 
 
 
 def seconds_of(service: Service, kind: Kind) -> dict[int, float]:
-    """CPU seconds of every process of a kind."""
+    """Return the CPU seconds of every process of a kind."""
     return {one.pid: sum(one.cpu_times()[:2]) for one in service.processes()[kind]}
 
 
 @pytest.mark.timeout(24 * 3600)
 def test_pause_is_short_with_a_spare_worker(trials: Trials) -> None:
-    """Another of each kind has nothing to do."""
+    """Another worker of each role is idle."""
     trials.pauses("recovery_spare", WITH_SPARE_S, _KINDS, clients=1)
 
 
@@ -149,13 +153,13 @@ def test_pause_is_short_with_a_spare_when_a_ray_owner_dies(trials: Trials) -> No
 
 @pytest.mark.timeout(24 * 3600)
 def test_pause_is_bounded_when_the_other_workers_are_busy(trials: Trials) -> None:
-    """The other workers are as busy, so the pause includes queueing at one of them."""
+    """The other workers are busy, too, so the pause includes queueing."""
     trials.pauses("recovery_busy", WITHOUT_S, _KINDS, _CLIENTS)
 
 
 @pytest.mark.timeout(24 * 3600)
 def test_hung_stage_is_noticed_in_time(service: Service, trials: Trials) -> None:
-    """In two chunk times and 5 s, and its request finishes."""
+    """The bound is two chunk times and 5 s, and the request finishes."""
 
     def once(_number: int) -> float | None:
         found = pause(service, Kind.STAGE, SIGSTOP, clients=1)
@@ -166,7 +170,7 @@ def test_hung_stage_is_noticed_in_time(service: Service, trials: Trials) -> None
 
 @pytest.mark.timeout(24 * 3600)
 def test_hung_rank_is_noticed_and_its_requests_finish_elsewhere(service: Service, trials: Trials) -> None:
-    """The others wait for it; their replica ends them all, and their requests finish elsewhere."""
+    """The other ranks wait for the hung one. Their replica ends all of them."""
 
     def once(_number: int) -> float | None:
         found = pause(service, Kind.RANK, SIGSTOP, clients=1)
@@ -177,7 +181,7 @@ def test_hung_rank_is_noticed_and_its_requests_finish_elsewhere(service: Service
 
 @pytest.mark.timeout(24 * 3600)
 def test_a_doors_death_frees_its_pages(service: Service, trials: Trials) -> None:
-    """Clients of the other door leave at that moment, so that what stays is the dead one's."""
+    """Clients of the other door disconnect then, so the remaining pages are the dead door's."""
 
     def once(_number: int) -> float:
         with service.client() as client:
@@ -192,7 +196,7 @@ def test_a_doors_death_frees_its_pages(service: Service, trials: Trials) -> None
 
 @contextlib.contextmanager
 def endless(service: Service, clients: int) -> Iterator[None]:
-    """Clients that do not come back: each has an endless answer, begun, and its prompt as a session."""
+    """Start clients that never retry. Each has an endless answer in progress, and its prompt as a session."""
     streams, channels = [], []
     for _ in range(clients):
         channel = grpc.insecure_channel(service.address, [("grpc.use_local_subchannel_pool", 1)])

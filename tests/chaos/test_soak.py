@@ -1,4 +1,4 @@
-"""Mixed load for as long as one likes: no process grows."""
+"""Mixed load for a chosen time, during which no process may grow."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .schedule import PROMPTS, Ask, Form, episode, prompt
 _REQUESTS = 6
 _EVERY_S = 5.0
 _FILLS = 2
-"""Documents that come before the first sample have so many times the tokens that all tiers have room for."""
+"""Before the first sample, documents with this multiple of all tiers' size are prefilled."""
 _BACK = 32
-"""A document that comes again is one of the last so many: in pages, in a tier below, or given up."""
+"""A repeated document is among this number of recent ones, so it is on the GPU, in a tier or evicted."""
 
 
 def sampled(service: Service, at: float) -> list[Sample]:
@@ -37,13 +37,13 @@ def sampled(service: Service, at: float) -> list[Sample]:
 
 
 def read(number: int) -> Ask:
-    """A document, odd numbers from PROMPTS on: nothing else asks for it."""
+    """Prefill a document that no other request uses: odd numbers from PROMPTS on."""
     return Ask(Form.GREEDY, number, 8, 0)
 
 
 def fill(service: Service, numbers: Iterator[int]) -> int:
-    """Fill the tiers below the pages, whose memory becomes resident only with their first use. A tier is full
-    once it has given something up. Returns: how many tokens were read."""
+    """Fill the tiers, because their memory becomes resident only at first use. A tier is full once it has
+    evicted something. Returns the number of prefilled tokens."""
     room = PAGE_TOKENS * total(parse(service.scrape()), "deltafront_kv_tier_room_pages")
     tokens = 0
     while tokens < _FILLS * room:
@@ -58,8 +58,8 @@ def fill(service: Service, numbers: Iterator[int]) -> int:
 
 @pytest.mark.timeout(48 * 3600)
 def test_memory_and_file_descriptors_do_not_grow(service: Service, amount: Amount, record: Record) -> None:
-    """The tiers are full before, and the first third warms up. Each episode brings a new document, and an
-    earlier one again. Nothing dies here, so every process is there all the time."""
+    """The tiers are filled first, and the first third of the samples is the warm-up. Each episode sends a new
+    document and repeats an earlier one. No process is killed."""
     numbers = itertools.count(PROMPTS + 1, 2)
     tokens = fill(service, numbers)
     started, samples, problems, requests = time.monotonic(), list[Sample](), list[str](), 0

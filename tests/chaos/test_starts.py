@@ -1,4 +1,4 @@
-"""A service starts beside processes that take every core: each time, and each time it stops."""
+"""A service starts and stops repeatedly while other processes use every core."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _compute() -> None:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """That many processes compute, at the priority of all others."""
+    """Run this number of busy processes at normal priority."""
     started = [multiprocessing.Process(target=_compute, daemon=True) for _ in range(processes)]
     for one in started:
         one.start()
@@ -46,7 +46,7 @@ def busy(processes: int) -> Iterator[None]:
 def test_service_starts_beside_four_busy_processes(
     amount: Amount, switch: Switch, record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starts as for a user, without the patience that tests ask of Ray."""
+    """Starts with a user's settings, without the tests' longer timeouts of Ray."""
     switch.off()
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)

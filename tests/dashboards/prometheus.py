@@ -1,4 +1,4 @@
-"""A Prometheus of its own that scrapes one service on this machine, and answers queries."""
+"""Runs a Prometheus that scrapes one service on this machine, and queries it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STEP_S = 1
 
 
 RAY_EXPORTS = {"RAY_enable_metrics_collection": "1"}
-"""The environment of a service on this machine whose Ray exports its own metrics, which costs a little."""
+"""The environment of a service on this machine whose Ray exports its own metrics."""
 
 
 def ray_address(grpc_port: int) -> str:
@@ -37,29 +37,29 @@ def ray_address(grpc_port: int) -> str:
 
 
 class QueryFailed(RuntimeError):
-    """Raised with Prometheus' error of a query."""
+    """A query failed. The message is Prometheus' error."""
 
 
 class Series(NamedTuple):
-    """points: (seconds since the epoch, value), numbers only."""
+    """A series of a result. points: (seconds since the epoch, value), without NaN."""
 
     labels: dict[str, str]
     points: list[tuple[float, float]]
 
 
 def substituted(expr: str, window: str, range_s: int) -> str:
-    """A panel's query as Grafana would send it with all namespaces, models and methods chosen."""
+    """Return a panel's query as Grafana sends it with all namespaces, models and methods chosen."""
     values = {"__rate_interval": window, "__range": f"{range_s}s"}
     return re.sub(r"\$([a-z_]+)", lambda found: values.get(found[1], ".*"), expr)
 
 
 class Prometheus:
-    """`with Prometheus(folder, "127.0.0.1:9464", ray="127.0.0.1:8080") as prometheus:` with the rules of the
-    Kubernetes manifests.
+    """Run Prometheus with the rules of the Kubernetes manifests: `with Prometheus(folder, "127.0.0.1:9464",
+    ray="127.0.0.1:8080") as prometheus:`.
 
-    folder: for its files. door, ray: where a door exports, and the Ray node that it is on. interval_s: of
-    scrapes and rules. Raises FileNotFoundError where it is not installed (Debian: prometheus) and
-    RuntimeError if it does not start.
+    folder: for its files. door, ray: the metrics addresses of a door and its Ray node. interval_s: seconds
+    between scrapes and evaluations. Raises FileNotFoundError if Prometheus is not installed (Debian:
+    prometheus), and RuntimeError if it does not start.
     """
 
     def __init__(self, folder: Path, door: str, ray: str, interval_s: int = _STEP_S) -> None:
@@ -76,7 +76,7 @@ class Prometheus:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _configure(self, targets: Mapping[str, str], interval_s: int) -> None:
-        """Scrape with the labels of the PodMonitors: their job names, a namespace and a pod."""
+        """Write a configuration that sets the labels of the PodMonitors: job, namespace and pod."""
         labels = {"namespace": "local", "pod": "door"}
         scraped = [
             {
@@ -122,7 +122,7 @@ class Prometheus:
             return False
 
     def now(self, expr: str, when: float | None = None) -> list[Series]:
-        """when: seconds since the epoch; None: now. Raises QueryFailed."""
+        """Evaluate a query at one moment. when: seconds since the epoch; None: now. Raises QueryFailed."""
         return _read(self._ask("query", query=expr, **({} if when is None else {"time": when})))
 
     def over(self, expr: str, begin: float, end: float, step_s: float) -> list[Series]:
@@ -140,7 +140,7 @@ class Prometheus:
         return values
 
     def rules(self) -> list[dict[str, Any]]:
-        """Every rule with its health."""
+        """Return every rule with its health."""
         return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
 
     def _ask(self, what: str, **arguments: object) -> Any:
@@ -154,7 +154,7 @@ class Prometheus:
 
 
 def _read(data: Mapping[str, Any]) -> list[Series]:
-    """Series that have a number."""
+    """Parse the series that have numbers."""
     result = data["result"]
     if data["resultType"] == "scalar":
         result = [{"metric": {}, "value": result}]

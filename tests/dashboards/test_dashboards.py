@@ -1,5 +1,5 @@
-"""The dashboards as files: built, complete, and asking only for what exists. That every query has an answer
-is for tests/e2e/test_dashboards.py."""
+"""The dashboards' files are up to date and complete, and query only existing metrics.
+tests/e2e/test_dashboards.py checks that every query returns data."""
 
 from __future__ import annotations
 
@@ -86,18 +86,19 @@ def test_every_panel_says_what_it_shows(dashboard: Dashboard) -> None:
 
 @every
 def test_no_two_series_of_a_panel_share_a_colour(dashboard: Dashboard) -> None:
-    """Colours must go by a series' number: Grafana's palette by name hashes, and hashes collide."""
+    """Colours must follow a series' number, because Grafana's palette by name uses hashes, which may
+    collide."""
     for panel in (panel for panel in json.loads(render(dashboard))["panels"] if panel["type"] != "row"):
         mode = "palette-classic" if panel["type"] == "timeseries" else "thresholds"
         assert panel["fieldConfig"]["defaults"]["color"] == {"mode": mode}, panel["title"]
 
 
 NUMBERED = {"layer": 3, "prompt": 3, "stage": 2}
-"""Labels whose values begin with a number, and how many digits these may have."""
+"""Labels whose values begin with a number, and the most digits of the number."""
 
 
 def replaced(expr: str, label: str, value: str) -> str:
-    """A label's value after the calls of label_replace that `expr` begins with, the innermost first."""
+    """Apply the calls of label_replace at the beginning of `expr` to a label's value, the innermost first."""
     form = rf'"{label}", "(0+)\$1", "{label}", "([^"]+)"\)'
     for zeros, pattern in re.findall(form, expr):
         if found := re.fullmatch(pattern, value):
@@ -107,8 +108,8 @@ def replaced(expr: str, label: str, value: str) -> str:
 
 @every
 def test_labels_that_begin_with_a_number_sort_by_number(dashboard: Dashboard) -> None:
-    """Series come in the order of their labels, so numbers have their zeros before them; tables and bars are
-    sorted by the key."""
+    """Grafana sorts series by their labels, so numbers are padded with zeros. Tables and bars are sorted by
+    the key."""
     for panel in dashboard.panels:
         for query in panel.queries:
             for label in {*re.findall(r"\{\{(\w+)\}\}", query.legend), panel.key} & NUMBERED.keys():
@@ -127,8 +128,8 @@ def test_labels_that_begin_with_a_number_sort_by_number(dashboard: Dashboard) ->
 
 @every
 def test_heat_maps_have_buckets_that_fit(dashboard: Dashboard, tmp_path: Path) -> None:
-    """Bounds that begin with the least there can be, none more than 2.5 times the one below, and no more than
-    a panel has lines for; the axis has the unit of the bounds, the cells that of what they count."""
+    """The bounds begin with the least possible value, each is at most 2.5 times the previous one, and the
+    panel has room for all. The axis has the unit of the bounds, the cells that of the counts."""
     bounds = bounds_of(Metrics(tmp_path))
     for panel in (panel for panel in dashboard.panels if panel.kind == "heatmap"):
         (made,) = [one for one in json.loads(render(dashboard))["panels"] if one["title"] == panel.title]
@@ -150,11 +151,11 @@ LEAST = {
     "request_prompt_tokens": 16,
     "request_generation_tokens": 1,
 }
-"""The first bound of each histogram that a heat map shows: what is below it is all alike."""
+"""The first bound of each histogram in a heat map. Smaller values need not be told apart."""
 
 
 def bounds_of(metrics: Metrics) -> dict[str, list[float]]:
-    """Bucket bounds of every histogram by its name, without the last."""
+    """Return the bucket bounds of each histogram by name, without the last one."""
     made = [value for value in vars(metrics).values() if hasattr(value, "_upper_bounds")]
     return {one._name.removeprefix("deltafront_"): one._upper_bounds[:-1] for one in made}
 
@@ -180,7 +181,7 @@ LIMITED = {
     "decode": {"Waiting for a place in the batch", "KV cache pages in use", "Pages free"},
     "workers": {"Workers that answer", "Draining", "Doors", "KV cache pages in use", "Replicas healthy"},
 }  # fmt: skip
-"""Panels whose values are good or bad whatever the model and the machine."""
+"""Panels whose values are good or bad on any model and machine."""
 
 
 @every
@@ -249,7 +250,7 @@ def test_dashboards_show_the_objectives_of_the_alerts() -> None:
 
 
 def test_docs_name_every_dashboard_and_only_existing_panels() -> None:
-    """One table has a line for each; names of panels are in italics there."""
+    """One table has a row for each dashboard, with panels' names in italics."""
     documents = "\n".join(path.read_text() for path in (FOLDER.parent / "docs").glob("*.md"))
     lines = re.findall(
         r"^\| \[[^]]*\]\(\.\./dashboards/deltafront-(\w+)\.json\) (.*)$", documents, re.MULTILINE

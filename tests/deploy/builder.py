@@ -1,4 +1,4 @@
-"""Builds the image where buildah and debootstrap can: in a storage of its own, on a Debian made for it."""
+"""Builds the image with buildah in its own storage, on a Debian made by debootstrap."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _PIP_OPTIONS = {"cert", "default-timeout", "extra-index-url", "find-links", "ind
 
 @dataclass(frozen=True)
 class Builder:
-    """buildah with everything it writes under `folder`. Its driver copies every layer, but runs anywhere."""
+    """Runs buildah, which writes only below `folder`. The storage driver copies every layer, but works
+    everywhere."""
 
     folder: Path
 
     def __call__(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """One command of buildah; its two outputs are in `stdout` together."""
+        """Run a buildah command. Its stdout and stderr are both in `stdout`."""
         folders = ["--root", self.folder / "root", "--runroot", self.folder / "run"]
         command = ["buildah", *folders, "--storage-driver", "vfs", *arguments]
         return said(command, TMPDIR=str(self.folder))
@@ -39,7 +40,7 @@ class Builder:
         return self("run", "--isolation", "chroot", container, "--", *command)
 
     def archive(self, image: str, name: str) -> Path:
-        """Write an image with the name that pods use."""
+        """Write an image as an archive, with the name that pods use."""
         path = self.folder / f"{name.rpartition('/')[2].replace(':', '-')}.tar"
         done = self("push", image, f"docker-archive:{path}:{name}")
         assert done.returncode == 0, done.stdout
@@ -47,7 +48,8 @@ class Builder:
 
 
 def build_image(builder: Builder) -> None:
-    """Make IMAGE of this tree, with torch for CPUs and the embedded model. Skips where it cannot be made."""
+    """Build IMAGE from this tree, with torch for CPUs and the embedded model. Skips the test if that is
+    impossible here."""
     torch = torch_of_cpus()
     bootstrap(builder)
     command = ["build", "--isolation", "chroot", "--file", DOCKERFILE, "--tag", IMAGE]
@@ -58,7 +60,7 @@ def build_image(builder: Builder) -> None:
 
 
 def build_redis(builder: Builder) -> None:
-    """Make REDIS of Debian's package, where no registry has Redis' own image."""
+    """Build REDIS from Debian's package, because no registry with Redis' own image may be reachable."""
     container = builder("from", "--quiet", BASE).stdout.strip()
     install = builder.run(container, "apt-get", "install", "-y", "--no-install-recommends", "redis-server")
     assert install.returncode == 0, install.stdout[-3000:]
@@ -79,7 +81,8 @@ def said(command: list[str | Path], **environment: str) -> subprocess.CompletedP
 
 
 def or_skip(done: subprocess.CompletedProcess[str], reason: str) -> str:
-    """What a command said. Where it failed, the machine cannot build images at all: skips."""
+    """Return a command's output. Skips the test if the command failed, because this machine cannot build
+    images."""
     if done.returncode != 0:
         lines = done.stdout.strip().splitlines() or [f"exit status {done.returncode}"]
         pytest.skip(f"{reason}: {lines[-1]}")
@@ -87,7 +90,8 @@ def or_skip(done: subprocess.CompletedProcess[str], reason: str) -> str:
 
 
 def torch_of_cpus() -> str:
-    """The requirement of this interpreter's torch; skips where it would bring several GB of CUDA."""
+    """Return the requirement of this interpreter's torch. Skips the test if that would install several GB of
+    CUDA."""
     version = metadata.version("torch")
     if not version.endswith("+cpu"):
         pytest.skip(f"torch {version} is installed here, and pip may reach no build for CPUs")
@@ -95,8 +99,8 @@ def torch_of_cpus() -> str:
 
 
 def bootstrap(builder: Builder) -> None:
-    """Makes BASE: the Debian that the Dockerfile's own base is of, with its Python. Skips with the reason
-    where tools, root's rights, the network or the machine do not allow it."""
+    """Build BASE: the Debian release of the Dockerfile's base image, with its Python. Skips the test with the
+    reason if tools, root's rights or the network are missing."""
     missing = [name for name in ("buildah", "debootstrap", "unshare") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{' and '.join(missing)} cannot be found")
@@ -107,12 +111,12 @@ def bootstrap(builder: Builder) -> None:
     (suite,) = re.findall(r"^ARG BASE=\S+-(\w+)$", DOCKERFILE.read_text(), re.MULTILINE)
     container = or_skip(builder("from", "--quiet", "scratch"), "buildah makes no container here")
     root = or_skip(builder("mount", container), "buildah mounts nothing here")
-    # Its mounts in a namespace of its own: none is left when it is ended, and none is in the way of removal.
+    # In its own mount namespace, so that no mount is left when it ends or prevents removal of the folder.
     command = ["unshare", "--mount", "debootstrap", "--variant=minbase", "--include=python3,python3-venv"]
     or_skip(said([*command, suite, root]), f"debootstrap makes no {suite} here")
     for package in Path(root, "var/cache/apt/archives").glob("*.deb"):
         package.unlink()
-    # As in the Debian images of registries: no translations, and no waiting for the disk.
+    # Like the Debian images of registries: no translations, and no fsync.
     Path(root, "etc/apt/apt.conf.d/no-languages").write_text('Acquire::Languages "none";\n')
     Path(root, "etc/dpkg/dpkg.cfg.d/unsafe-io").write_text("force-unsafe-io\n")
     or_skip(builder.run(container, "apt-get", "update"), "buildah runs nothing here, or without a network")
@@ -120,25 +124,29 @@ def bootstrap(builder: Builder) -> None:
 
 
 def pip_settings(folder: Path) -> list[str]:
-    """buildah's arguments by which pip in the build finds what pip finds here: its settings as /etc/pip.conf,
-    and the files and folders that these name. Byte code is not compiled: nothing is kept of this image."""
+    """Return buildah's arguments that give pip in the build this machine's settings: /etc/pip.conf, and the
+    files and folders that it names. Byte code is not compiled, because the image is temporary."""
     listed = said([sys.executable, "-m", "pip", "config", "list"]).stdout.splitlines()
     options: dict[str, str] = {}
     listed = [line for line in listed if "=" in line]
-    for line in sorted(listed, key=lambda one: one.startswith(":env:")):  # the environment has the last word
+    for line in sorted(
+        listed, key=lambda one: one.startswith(":env:")
+    ):  # variables of the environment come last
         name, _, value = line.partition("=")
         options[name.rpartition(".")[2]] = " ".join(ast.literal_eval(value).split())
     options = {name: value for name, value in options.items() if name in _PIP_OPTIONS}
     mounts = {}
-    if "cert" in options:  # not where it is here: Debian's own file is there
+    if "cert" in options:  # the image has Debian's own file at that path
         mounts[options["cert"]] = "/mnt/pip-cert.pem"
         options["cert"] = "/mnt/pip-cert.pem"
     words = [word for value in options.values() for word in value.split()]
-    # An index of files refers to the wheels beside it.
+    # A file index refers to the wheels in its folder.
     words = [str(Path(word[7:]).parent) if word.startswith("file://") else word for word in words]
     mounts |= {word: word for word in words if word.startswith("/") and Path(word).exists()}
     settings = folder / "pip.conf"
     lines = [f"{name} = {value}\n" for name, value in options.items()]
-    settings.write_text("".join(["[global]\n", *lines, "[install]\n", "no-compile = no\n"]))  # sic: pip's way
+    settings.write_text(
+        "".join(["[global]\n", *lines, "[install]\n", "no-compile = no\n"])
+    )  # pip's own format
     mounts[str(settings)] = "/etc/pip.conf"
     return [argument for here, there in mounts.items() for argument in ("--volume", f"{here}:{there}:ro")]

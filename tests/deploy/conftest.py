@@ -1,4 +1,4 @@
-"""The image of this tree, built once for the tests of the image and of the cluster."""
+"""Builds the image of this tree once, for the tests of the image and of the cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .builder import Builder, build_image
 def image_builder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Builder]:
-    """A builder that has made IMAGE."""
+    """A builder that has built IMAGE."""
     if not (request.config.getoption("--image") or request.config.getoption("--cluster")):
         pytest.skip("takes minutes: make image")
     builder = Builder(tmp_path_factory.mktemp("builder"))

@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on this machine, its groups named as KubeRay names them.
+"""A Ray cluster of several nodes on this machine, with groups named like KubeRay's.
 
-Every node is a raylet with an address and an HAProxy of its own. HAProxies and doors listen on all addresses,
-as in a pod, so here they have ports of their own, too.
+Every node is a raylet with its own address and HAProxy. HAProxies and doors listen on all addresses, as in a
+pod, so here they also need their own ports.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _BUSY = {
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
-"""What a busy machine would otherwise show: Ray's workers give way to all else, and what starts slowly is
-given up."""
+"""Settings for a busy machine: without them Ray's workers have low priority, and slow starts fail."""
 
 
 @contextlib.contextmanager
 def two_parts_of_the_dashboard() -> Iterator[None]:
-    """Those that are asked here, where Ray would start a process for each of a dozen."""
+    """Start only two modules of Ray's dashboard, which the tests use, because Ray starts a process for each
+    module."""
     from ray._private import ray_constants, services
 
     start = services.start_ray_process
@@ -64,19 +64,22 @@ def two_parts_of_the_dashboard() -> Iterator[None]:
 
 
 def _address(number: int) -> str:
-    """Of a node, on the loopback device; not 127.0.0.1, which Ray replaces by the machine's own."""
+    """Return a node's loopback address. It is not 127.0.0.1, which Ray would replace by the machine's
+    address."""
     return f"127.0.0.{number + 2}"
 
 
 class LocalCluster:
-    """groups: each node's label, the head's first, which is also a member of its group. redis: where the
-    control store keeps what it knows; without one it dies with the head."""
+    """A cluster. groups: each node's label, the head's first; the head also belongs to its group. redis: the
+    address of Redis for the control store. Without Redis its data is lost with the head."""
 
     def __init__(self, groups: Sequence[str], settings: ServiceConfig, redis: str = "") -> None:
         from ray.cluster_utils import Cluster
 
         self._settings = settings
-        self._folder = Path(tempfile.mkdtemp(prefix="deltafront-"))  # pytest's are too long for sockets
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="deltafront-")
+        )  # pytest's folders are too long for sockets
         self._environment = pytest.MonkeyPatch()
         for name, value in (ray_environment(settings, self._folder) | _BUSY).items():
             self._environment.setenv(name, value)
@@ -96,10 +99,10 @@ class LocalCluster:
             raise
 
     def add(self, number: int) -> None:
-        """The node of `groups[number]`, which is not there; a door's only at the start."""
+        """Add the missing node of `groups[number]`. Doors' nodes can be added only at the start."""
         door, group = self._settings.door, self._groups[number]
         ports = {
-            "RAY_SERVE_WORKER_PROXY_GRPC_PORT": door.grpc_port + number,  # the head keeps its own
+            "RAY_SERVE_WORKER_PROXY_GRPC_PORT": door.grpc_port + number,  # the head has the original port
             "RAY_SERVE_WORKER_PROXY_HTTP_PORT": door.http_port + number,
         }
         variables = serve_ports(door.grpc_port + number) | {key: str(port) for key, port in ports.items()}
@@ -123,22 +126,22 @@ class LocalCluster:
             self.http_doors.append(f"{_address(number)}:{door.http_port + number}")
 
     def join(self, group: str) -> None:
-        """A further node, of this group."""
+        """Add another node to a group."""
         self._groups += (group,)
         self.add(len(self._groups) - 1)
 
     def drain(self, number: int, deadline_s: int = 600) -> subprocess.Popen[str]:
-        """What the node's pod runs before it ends; it goes on until nothing is left there."""
+        """Run the preStop command of the node's pod, which waits until nothing runs there."""
         command = [sys.executable, "-m", "deltafront.service.cli.main", "drain"]
         command += ["--deadline-s", str(deadline_s), "--node-id", self._nodes[number].node_id]
         environment = os.environ | {"RAY_ADDRESS": self._cluster.address}
         return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def remove(self, number: int) -> None:
-        """As a machine goes: all its processes at once. Agents would notice half a minute later, and have
-        their ports until then."""
+        """Kill all processes of a node at once, like a machine that fails. Agents are killed, too, because
+        they would keep their ports for half a minute."""
         node, children = self._nodes.pop(number), list[psutil.Process]()
-        with contextlib.suppress(psutil.NoSuchProcess):  # a drained node has ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # a drained node may have ended
             raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
             children = raylet.children(recursive=True)
         self._cluster.remove_node(node, allow_graceful=False)
@@ -151,7 +154,7 @@ class LocalCluster:
         return f"http://{_address(0)}:{_DASHBOARD}"
 
     def _request(self, data: bytes | None = None, **how: str) -> urllib.request.Request:
-        """To the dashboard, with Ray's token."""
+        """Send a request to the dashboard, with Ray's token."""
         headers = {
             "authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}",
             "content-type": "application/json",
@@ -159,11 +162,11 @@ class LocalCluster:
         return urllib.request.Request(f"{self.dashboard}/api/serve/applications/", data, headers, **how)
 
     def _start_serve(self, content: Any) -> None:
-        """Serve without an application yet, told which doors' gRPC ports other nodes have on this machine.
+        """Start Serve without an application, with the doors' gRPC ports of all nodes.
 
-        It gives every node the same ports, and for HTTP a door that finds its port taken gets the next. For
-        gRPC it finds nothing: Serve starts that server with SO_REUSEPORT, and the two doors of one port would
-        get each other's requests.
+        Serve gives every node the same ports. For HTTP, a door whose port is taken gets the next one. For
+        gRPC, Serve uses SO_REUSEPORT, so two doors on one machine would share a port and get each other's
+        requests.
         """
         import ray
         from ray.serve._private.common import RequestProtocol
@@ -176,7 +179,7 @@ class LocalCluster:
             try:
                 urllib.request.urlopen(request, timeout=_START_S).close()
                 break
-            except urllib.error.HTTPError:  # it gives proxies 60 s; what has been started goes on
+            except urllib.error.HTTPError:  # Serve waits 60 s for proxies, whose start continues
                 if time.monotonic() > until:
                     raise
         self._cluster.connect()
@@ -190,7 +193,7 @@ class LocalCluster:
         ray.shutdown()
 
     def deploy(self, content: Any) -> None:
-        """`serve deploy`, and wait until every deployment is healthy."""
+        """Run `serve deploy`, and wait until every deployment is healthy."""
         if not self._serving:
             self._start_serve(content)
             self._serving = True
@@ -206,13 +209,13 @@ class LocalCluster:
             time.sleep(1)
 
     def status(self) -> Any:
-        """Serve's account of the one application."""
+        """Return Serve's status of the application."""
         with urllib.request.urlopen(self._request(), timeout=_START_S) as reply:
             applications = json.load(reply)["applications"]
         return next(iter(applications.values()), {"status": "NOT_STARTED"})
 
     def replicas(self, deployment: str) -> list[str]:
-        """The states of its replicas."""
+        """Return the states of a deployment's replicas."""
         return sorted(one["state"] for one in self.status()["deployments"][deployment]["replicas"])
 
     def wait_for(self, deployment: str, states: list[str]) -> None:
@@ -222,7 +225,7 @@ class LocalCluster:
             time.sleep(0.5)
 
     def groups_of(self, kind: str) -> list[str]:
-        """The groups of the nodes where the living actors of a class are, one for each actor."""
+        """For each living actor of a class, return the group of its node."""
         from ray.util.state import list_actors, list_nodes
 
         nodes = {node.node_id: node.labels for node in list_nodes(self.dashboard, detail=True)}

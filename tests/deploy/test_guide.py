@@ -1,4 +1,4 @@
-"""docs/deploy.md's commands: ten of them, and each has what it needs by then."""
+"""The ten commands in docs/deploy.md: each has what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSTALLED_BY = {
     "PodMonitor": "helm install prometheus kube-prometheus-stack ",
     "PrometheusRule": "helm install prometheus kube-prometheus-stack ",
 }
-"""What brings the kinds that are not Kubernetes' own."""
+"""The commands that install kinds that are not Kubernetes' own."""
 BUILT_IN = {
     *("ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget", "Service"),
     "StatefulSet",
@@ -25,14 +25,14 @@ APPLY = "kubectl kustomize deploy/kubernetes/overlays/"
 
 
 def commands() -> list[str]:
-    """Of the guide's first block, in its order."""
+    """Return the commands of the guide's first code block, in order."""
     guide = (ROOT / "docs" / "deploy.md").read_text()
     (block,) = re.findall(r"## From an empty cluster.*?\n```\n(.*?)```", guide, re.DOTALL)
     return str(block).splitlines()
 
 
 def earlier(start: str) -> str:
-    """The command before the overlay is applied that begins with `start`."""
+    """Return the command that begins with `start` and precedes the overlay's `apply`."""
     lines = commands()
     (apply,) = [number for number, line in enumerate(lines) if line.startswith(APPLY)]
     (found,) = [line for line in lines[:apply] if line.startswith(start)]
@@ -55,7 +55,7 @@ def test_guide_installs_custom_kinds_before_using_them(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_rendered_objects_are_valid(overlay: str) -> None:
-    """`kubectl apply` keeps the whole object in an annotation, and annotations end at 256 KiB together."""
+    """`kubectl apply` stores the whole object in an annotation, and annotations may have 256 KiB in all."""
     for one in rendered(f"overlays/{overlay}"):
         assert len(json.dumps(one).encode()) < 250_000, one["metadata"]["name"]
 
@@ -90,7 +90,7 @@ def test_guide_names_the_versions_that_are_tested() -> None:
 
 
 def test_network_policies_name_the_operators_namespaces() -> None:
-    """KubeRay's in the service's own, and Prometheus in one of its own."""
+    """KubeRay's operator is in the service's namespace, Prometheus in its own."""
     assert " -n deltafront " in earlier(INSTALLED_BY["RayService"])
     (namespace,) = re.findall(r" -n (\w+) ", earlier(INSTALLED_BY["PodMonitor"]))
     policies = json.dumps(of_kind(rendered("overlays/one-gpu"), "NetworkPolicy"))
@@ -99,7 +99,7 @@ def test_network_policies_name_the_operators_namespaces() -> None:
 
 
 def test_guide_lists_every_connection_of_the_policies() -> None:
-    """Every label of a namespace, every port and every secret of the policies and pods."""
+    """The guide's table names every namespace label, port and secret of policies and pods."""
     guide = (ROOT / "docs" / "deploy.md").read_text()
     trust = guide.partition("## Who trusts whom")[2].partition("\n## ")[0]
     policies = of_kind(rendered("overlays/one-gpu"), "NetworkPolicy")
@@ -119,7 +119,7 @@ def test_guide_creates_secrets_with_the_keys_that_pods_read(overlay: str) -> Non
 
 
 def keys(value: object) -> set[tuple[str, str]]:
-    """(secret, key) of everything that is read of secrets."""
+    """Return (secret, key) of all secrets that pods read."""
     if isinstance(value, list):
         return {one for inner in value for one in keys(inner)}
     if not isinstance(value, dict):

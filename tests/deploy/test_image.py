@@ -1,4 +1,4 @@
-"""The image: linted everywhere; built by `make image`, where a builder and a base can be had."""
+"""The image: always linted, and built by `make image` if a builder and a base image are available."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from .builder import DOCKERFILE, IMAGE, Builder
 from .manifests import OVERLAYS, ROOT, container, templates
 
-pytestmark = pytest.mark.timeout(3600)  # the first test of the image builds it
+pytestmark = pytest.mark.timeout(3600)  # the first test builds the image
 
 
 def last_stage() -> str:
@@ -44,7 +44,7 @@ def test_image_has_the_tools_that_kuberay_and_triton_need() -> None:
 
 
 def test_image_installs_the_server_and_tracing_extras() -> None:
-    """The Dockerfile's own line of Python, on this pyproject.toml."""
+    """Runs the Dockerfile's own line of Python on this pyproject.toml."""
     (code,) = re.findall(r'python -c "(.+?)" > requirements', DOCKERFILE.read_text(), re.DOTALL)
     command = [sys.executable, "-c", code.replace("\\\n", "").strip()]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
@@ -72,7 +72,7 @@ def test_build_context_holds_only_what_is_installed() -> None:
 
 @pytest.fixture(scope="module")
 def image(image_builder: Builder) -> Callable[[str], str]:
-    """A function that gives what a script prints in a container of this tree's image."""
+    """Return a function that runs a script in a container of this tree's image, and returns its output."""
     container = image_builder("from", "--quiet", IMAGE).stdout.strip()
 
     def printed(script: str) -> str:
@@ -100,11 +100,12 @@ def test_service_and_command_start_in_the_image(image: Callable[[str], str]) -> 
 
 
 KEPT = "export PYTHONPYCACHEPREFIX=/tmp/compiled"
-"""What one test has compiled of the libraries the next need not."""
+"""A cache of the libraries' byte code, so that later tests need not compile it."""
 
 
 def test_image_has_the_tools_that_pods_and_probes_run(image: Callable[[str], str]) -> None:
-    """Probes and preStop of KubeRay and of the manifests, Ray's start, the model's Job, Triton's launcher."""
+    """These are probes and preStop of KubeRay and the manifests, Ray's start, the model's Job, and Triton's
+    compiler."""
     for tool in ("bash", "grep", "hf", "deltafront", "openssl", "python", "ray", "wget"):
         assert image(f"command -v {tool}").startswith("/"), tool
     assert image("$RAY_SERVE_HAPROXY_BINARY_PATH -v").startswith("HAProxy version")

@@ -1,4 +1,4 @@
-"""Every overlay as Kubernetes would get it: valid to the last field, and at one with its configuration."""
+"""Every overlay as Kubernetes gets it: all fields are valid, and agree with the configuration."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from .manifests import (
 
 KUSTOMIZATIONS = [*(f"overlays/{name}" for name in OVERLAYS), "gateway"]
 KUBERAY_TLS = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
-"""Set in every container of Ray by KubeRay where tlsOptions ask for it."""
+"""Variables that KubeRay sets in every Ray container if tlsOptions are set."""
 CUSTOM = {"RayService", "PodMonitor", "PrometheusRule", "GRPCRoute", "HTTPRoute", "Gateway"}
 
 
 def validated(objects: list[Object], folder: Path) -> None:
-    """Raises AssertionError with what kubernetes-validate says."""
+    """Validate objects. Raises AssertionError with the errors of kubernetes-validate."""
     path = folder / "objects.yaml"
     path.write_text(yaml.safe_dump_all(objects))
     tool = Path(sys.executable).parent / "kubernetes-validate"
@@ -74,7 +74,7 @@ def test_core_objects_are_valid(folder: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pod_templates_are_valid_pods(overlay: str, tmp_path: Path) -> None:
-    """Custom resources carry them unchecked, so a misspelt field would just be gone."""
+    """Kubernetes does not check pod templates in custom resources, and would drop a misspelt field."""
     pods = [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name} | template["metadata"]}
         | {"spec": template["spec"]}
@@ -116,14 +116,14 @@ def test_service_selects_the_doors_and_their_ports(overlay: str) -> None:
         (parent,) = route["spec"]["parentRefs"]
         assert route["spec"]["hostnames"] == [listeners[parent["sectionName"]]]
         assert len(set(listeners.values())) == 2, "a listener takes one kind of route for a hostname"
-        if kind == "HTTPRoute":  # the other kind has no such field
+        if kind == "HTTPRoute":  # GRPCRoute has no such field
             assert route["spec"]["rules"][0]["timeouts"] == {"request": "0s"}, "long answers are not cut"
     assert group["replicas"] == door.replicas and door.per_node == 1, "every door pod has its door"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_disruption_budget_drains_one_pod_at_a_time(overlay: str) -> None:
-    """By Kubernetes' rule: a pod may leave while more than minAvailable of the selected ones are ready."""
+    """In Kubernetes, a pod may be evicted while more than minAvailable of the selected pods are ready."""
     budgets = {
         one["metadata"]["name"]: one["spec"] for one in of_kind(rendered(f"overlays/{overlay}"), BUDGET)
     }
@@ -187,8 +187,8 @@ def test_every_container_has_a_read_only_root_and_no_privilege(overlay: str) -> 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_written_path_is_on_a_writable_volume(overlay: str) -> None:
-    """Ray's sessions and HAProxy's files, compiled kernels, what libraries keep at home; Redis' tables. That
-    the service needs no more is for test_confined.py."""
+    """These are Ray's sessions, HAProxy's files, compiled kernels, libraries' files at home, and Redis'
+    tables. test_confined.py shows that the service needs no others."""
     for name, template in pod_templates(overlay).items():
         writable = written_volumes(template)
         if name == "redis":
@@ -205,7 +205,7 @@ def test_every_written_path_is_on_a_writable_volume(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_folders_that_ray_pods_write_have_mode_0700(overlay: str, tmp_path: Path) -> None:
-    """An emptyDir itself has mode 0777: each is mounted by a folder in it, which is made first."""
+    """An emptyDir has mode 0777, so pods mount a folder in it, which an init container makes first."""
     for name, template in templates(overlay).items():
         spec, folder = template["spec"], tmp_path / name
         first = spec["initContainers"][0]
@@ -255,7 +255,7 @@ def test_fetched_model_is_the_served_model(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_named_object_is_rendered_or_made_by_the_guide(overlay: str) -> None:
-    """Secrets are the operator's; docs/deploy.md makes them. Everything else is rendered."""
+    """Users create the secrets with the commands of docs/deploy.md. All other objects are rendered."""
     objects = rendered(f"overlays/{overlay}")
     have = {(one["kind"], one["metadata"]["name"]) for one in objects}
     guide = (ROOT / "docs" / "deploy.md").read_text()
@@ -309,7 +309,7 @@ KEYS = {
 
 
 def named(value: Any) -> Iterator[tuple[str, str]]:
-    """(kind, name) of every object that is referred to."""
+    """Yield (kind, name) of every object to which others refer."""
     if isinstance(value, list):
         for one in value:
             yield from named(one)
@@ -323,8 +323,8 @@ def named(value: Any) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_are_drained_before_they_end(overlay: str) -> None:
-    """preStop asks for less time than the pod has, and gives Serve enough: it begins to end a replica that no
-    other node has taken over when what the replica may take is left until the deadline."""
+    """preStop takes less time than the pod has, and leaves Serve enough: Serve ends a replica without a
+    replacement early enough before the deadline."""
     config = settings(overlay)
     for name, group in worker_groups(overlay).items():
         grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
@@ -344,13 +344,14 @@ def test_pods_are_drained_before_they_end(overlay: str) -> None:
 
 
 ELSEWHERE_S = {"door": 5, "prefill": 60, "decode": 60}
-"""At least so long a new replica may load. No place is free for a door: each pod of theirs has one."""
+"""The least time for loading a replica elsewhere; 0 for doors, because each of their pods has one and no
+other has room."""
 DRAINED = ("DIRECT_INGRESS", "PROXY")
-"""A door and then its HAProxy leave, each after Serve's least time."""
+"""The time in which a door and then its HAProxy leave, each after Serve's minimum."""
 
 
 def pre_stop(pod: Object) -> tuple[float, float]:
-    """Seconds that a pod sleeps first, and the deadline of its `deltafront drain`."""
+    """Return the seconds that a pod sleeps first, and the deadline of its `deltafront drain`."""
     words = pod["lifecycle"]["preStop"]["exec"]["command"]
     asleep = 0.0
     if words[:2] == ["bash", "-c"]:
@@ -391,7 +392,7 @@ def test_kustomization_lists_every_dashboard() -> None:
 
 
 def test_patches_are_json_6902() -> None:
-    """A strategic merge patch of a RayService replaces its worker groups without a word."""
+    """A strategic merge patch would silently replace a RayService's worker groups."""
     for overlay in OVERLAYS:
         folder = KUBERNETES / "overlays" / overlay
         for patch in yaml.safe_load((folder / "kustomization.yaml").read_text())["patches"]:

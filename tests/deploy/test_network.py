@@ -1,4 +1,4 @@
-"""Who reaches what: network policies and monitors against the pods they select."""
+"""Network policies and monitors, compared with the pods that they select."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .manifests import (
 )
 
 KUBERAY_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080, "serve": 8000}
-"""KubeRay's own of a head that names none. Of these, workers get the metrics port."""
+"""KubeRay's default ports of a head. Workers get only the metrics port."""
 STRANGERS = ({"app.kubernetes.io/name": "kuberay-operator"}, {"app.kubernetes.io/name": "prometheus"})
-"""Pods of the operators, as their charts label them: KubeRay's in this namespace, Prometheus in its own."""
+"""Labels of the operators' pods: KubeRay's in this namespace, Prometheus in its own."""
 NAMES = {
     "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
     "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
@@ -33,8 +33,8 @@ Pods = list[tuple[Labels, dict[str, int]]]
 
 
 def pods(overlay: str) -> Pods:
-    """Labels, as KubeRay completes them, and ports of every kind of pod: Ray's, KubeRay's Job after a cluster
-    with Redis was deleted, and others."""
+    """Return labels, with those that KubeRay adds, and ports of every kind of pod: Ray's, KubeRay's cleanup
+    Job, and others."""
     found: Pods = []
     for name, template in templates(overlay).items():
         worker = name in worker_groups(overlay)
@@ -62,7 +62,8 @@ def selected(overlay: str, selector: Object) -> Pods:
 
 
 def selects(selector: Object, labels: Labels) -> bool:
-    """By matchLabels, and expressions with the operator In, which are all that manifests have."""
+    """Return whether a selector matches. Supports matchLabels and the operator In, which are all that the
+    manifests use."""
     among = selector.get("matchExpressions", [])
     assert {one["operator"] for one in among} <= {"In"}
     among = [(one["key"], one["values"]) for one in among]
@@ -88,7 +89,7 @@ def test_policies_open_ports_that_pods_listen_on(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("direction", ["Ingress", "Egress"])
 def test_every_pod_has_a_policy_in_both_directions(overlay: str, direction: str) -> None:
-    """Without one, everything is open."""
+    """Without a policy, all connections are permitted."""
     for labels, _ports in pods(overlay):
         assert any(
             direction in one["policyTypes"] and selects(one["podSelector"], labels)
@@ -98,7 +99,7 @@ def test_every_pod_has_a_policy_in_both_directions(overlay: str, direction: str)
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_peer_is_a_pod_or_a_namespace_that_is_named(overlay: str) -> None:
-    """An empty selector would let any namespace in."""
+    """An empty selector would permit all namespaces."""
     rules = [rule for one in policies(overlay) for rule in one.get("ingress", [])]
     assert all(rule["from"] for rule in rules)
     for peer in [peer for rule in rules for peer in rule["from"]]:
@@ -127,8 +128,8 @@ def reached(overlay: str, labels: Labels) -> list[tuple[Object | None, set[int]]
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_policies_let_pods_reach_only_what_they_need(overlay: str) -> None:
-    """Ray's pods each other and a collector of spans, head and clean-up Redis, the model's Job the hub, and
-    all of these DNS; nothing that reads prompts reaches the internet."""
+    """Ray's pods reach each other and a collector of spans; head and cleanup Job reach Redis; the model's Job
+    reaches the hub. All reach DNS. No pod with prompts reaches the internet."""
     for labels, _ports in pods(overlay):
         peers = reached(overlay, labels)
         named = [peer for peer, _ in peers if peer and "namespaceSelector" in peer]
@@ -154,8 +155,8 @@ def test_policies_let_pods_reach_only_what_they_need(overlay: str) -> None:
 
 
 def monitors(overlay: str) -> Iterator[tuple[str, Pods, int]]:
-    """For each endpoint of a PodMonitor: the job that the Prometheus operator makes of it, the pods that it
-    selects, and its port, the same on each of them."""
+    """Return for each endpoint of a PodMonitor: its Prometheus job, the selected pods, and its port, which is
+    the same on all of them."""
     for one in of_kind(rendered(f"overlays/{overlay}"), "PodMonitor"):
         metadata, spec = one["metadata"], one["spec"]
         chosen = selected(overlay, spec["selector"])

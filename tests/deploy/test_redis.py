@@ -1,4 +1,4 @@
-"""Redis and the head that needs it: the password, and the wait for an answer."""
+"""Redis and the head that needs it: the password, and the head's wait for Redis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .manifests import container, pod_templates, templates
 
 
 def test_ray_takes_the_redis_password_only_as_an_argument() -> None:
-    """docs/deploy.md says so. When this fails, there may be one."""
+    """docs/deploy.md says so. If this test fails, Ray may have another way."""
     assert "--redis_password={redis_password}" in inspect.getsource(services.start_gcs_server)
     assert "--redis-password={redis_password}" in inspect.getsource(services.start_raylet)
     assert "envvar" not in inspect.getsource(scripts)
@@ -29,7 +29,8 @@ def test_ray_takes_the_redis_password_only_as_an_argument() -> None:
 
 
 def test_redis_gets_its_password_outside_its_arguments(tmp_path: Path) -> None:
-    """The manifest's own command, with a program in Redis' place that writes down what it is given."""
+    """Runs the manifest's own command, with a program instead of Redis that records its arguments and
+    input."""
     pod = container(pod_templates("cpu")["redis"])
     assert "args" not in pod
     program = tmp_path / "redis-server"
@@ -68,7 +69,7 @@ def answer_of_redis(path: Path, command: str) -> str:
 
 
 class Answering(threading.Thread):
-    """Answers the first line of a connection, as Redis does without a password."""
+    """Answers the first line of a connection like Redis without the password."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
@@ -87,13 +88,14 @@ def free_port() -> int:
 
 
 def test_head_says_that_it_waits_for_redis() -> None:
-    """The manifest's own command: a name that is unknown, a port where nothing listens, then an answer."""
+    """Runs the manifest's own command with an unknown name, a port without a listener, and then an answer."""
     command = container(templates("cpu")["head"])["command"]
     start = {
         "PATH": "/usr/bin:/bin",
         "KUBERAY_GEN_RAY_START_CMD": "ulimit -n 64; echo ray start $REDIS_PASSWORD",
     }
-    # A worker, whose container is told of no Redis. The start expands what KubeRay leaves to the shell.
+    # A worker's container has no variables for Redis. The start command expands the variables that KubeRay
+    # leaves to the shell.
     worker = subprocess.run(
         command, env=start | {"REDIS_PASSWORD": "x"}, capture_output=True, text=True, check=False
     )

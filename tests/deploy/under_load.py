@@ -1,4 +1,4 @@
-"""Clients that go on asking while a cluster changes under them, and what must hold of their answers."""
+"""Clients that send requests while a cluster changes, and checks of their answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from ..chaos.schedule import MAX_TOKENS, PROMPTS, Ask, Form, prompt
 
 FORMS = (Form.GREEDY, Form.GREEDY, Form.SAMPLED, Form.SESSION, Form.HTTP)
 SHORT = range(0, PROMPTS, 2)
-"""Prompts that one group reads in time, however slow the machine is."""
+"""Prompts that are short enough for one group even on a slow machine."""
 References = dict[Key, checks.Reference]
 
 
 class Load:
-    """So many clients, one request after the other, until `end`. prompts: those that they ask."""
+    """A number of clients, each of which sends one request after the other until `end`. prompts: the prompts
+    that they send."""
 
     def __init__(
         self, service: Service, clients: int, seed: int = 0, prompts: Sequence[int] = range(PROMPTS)
@@ -45,7 +46,7 @@ class Load:
             self.logs += one.logs
 
     def wait_for(self, more: int) -> None:
-        """Until so many more requests have ended. Raises what a client did not foresee."""
+        """Wait until this number of further requests has ended. Raises a client's unexpected exception."""
         wanted = len(self.logs) + more
         while len(self.logs) < wanted:
             for one in self._running:
@@ -62,7 +63,7 @@ class Load:
 
 
 def problems(logs: Iterable[Log], *known: References) -> list[str]:
-    """Requests that were lost, whose stream broke, or whose answer is nobody's. known: of each model."""
+    """Return lost requests, broken streams, and answers that no model gives. known: each model's answers."""
     found = list[str]()
     for log in logs:
         differ = [checks.differs(log, answers[key_of(log.ask)]) for answers in known]
@@ -73,20 +74,21 @@ def problems(logs: Iterable[Log], *known: References) -> list[str]:
 
 
 def longest(logs: Iterable[Log]) -> str:
-    """What a client saw of it."""
+    """Describe the longest pause of a client."""
     seen = list(logs)
     pause, again = max(log.longest_pause_s for log in seen), sum(log.again for log in seen)
     return f"{len(seen)} requests, longest pause {pause:.1f} s, {again} documents sent again"
 
 
 def kept(client: Any, number: int = 0) -> str:
-    """A session. number: of its document; the same one again would continue on the worker that holds it."""
+    """Keep a session. number: selects the document. The same document again would go to the worker that
+    caches it."""
     *_, read = client.prefill(f"{number:04} {prompt(0) * 4}")
     assert isinstance(read, PrefillFinished)
     return read.session.session_id
 
 
 def remembered(client: Any, session: str) -> bool:
-    """Whether the session still has its document."""
+    """Return whether the session still has its document."""
     *_, done = client.generate(session_id=session, append="\nWho?", max_tokens=4, ignore_eos=True)
     return isinstance(done, GenerateFinished) and done.usage.cached_tokens > 40

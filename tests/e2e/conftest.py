@@ -1,7 +1,7 @@
 """One real service (SmolLM2 with the 128K adapter, two stages, one decode worker) for all tests here.
 
-`make test` runs them at 256 to 1K tokens, read in chunks of 256; `pytest --acceptance` runs the same checks
-at 8K, and those of speed, which only say something on a machine that does nothing else.
+`make test` runs the tests with prompts of 256 to 1K tokens in chunks of 256. `pytest --acceptance` runs the
+same checks at 8K tokens, and also checks speed, which needs an idle machine.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CONFIG = Path(__file__).parent / "service.yaml"
 
 @dataclass(frozen=True)
 class Sizes:
-    """chunk: prompt tokens that are read at once. document, short, mid: prompt tokens. questions: how many
-    needles are asked for. timed: whether speed is checked."""
+    """Sizes of a run. chunk: tokens of a prefill chunk. document, short, mid: lengths of prompts in tokens.
+    questions: number of needles asked for. timed: whether speed is checked."""
 
     chunk: int
     document: int
@@ -57,7 +57,7 @@ def sizes(request: pytest.FixtureRequest) -> Sizes:
 
 @pytest.fixture(scope="package")
 def collector() -> Iterator[Collector]:
-    """Of the spans of all requests."""
+    """A collector that receives the spans of all requests."""
     running = Collector()
     yield running
     running.stop()
@@ -82,7 +82,7 @@ def service(
 
 @pytest.fixture(scope="package")
 def http() -> str:
-    """Where the service's HTTP is."""
+    """The URL of the service's HTTP API."""
     return f"http://127.0.0.1:{yaml.safe_load(CONFIG.read_text())['door']['http_port']}"
 
 
@@ -126,7 +126,7 @@ def document_with(
 
 
 def haystack_of(tokenizer: Tokenizer, tokens: int, needles: list[hay.Needle]) -> Haystack:
-    """Real prose of about `tokens` tokens with needles in it (a little less, never more)."""
+    """Make a document of real prose with needles, of at most `tokens` tokens and only a little less."""
 
     def count(value: str) -> int:
         return len(tokenizer.encode(value).ids)
@@ -149,12 +149,12 @@ def middling(tokenizer: Tokenizer, sizes: Sizes) -> Haystack:
 
 @pytest.fixture(scope="session")
 def beginning(haystack: Haystack, sizes: Sizes) -> str:
-    """Of the haystack, about `mid` tokens: for what needs several chunks and no needles."""
+    """The first `mid` tokens of the haystack, about: for tests that need several chunks but no needles."""
     return haystack.text[: len(haystack.text) * sizes.mid // sizes.document]
 
 
 class Table:
-    """Collects what the acceptance run measured; printed and written once at the end."""
+    """Collects the measurements of an acceptance run, and prints and writes them once at the end."""
 
     def __init__(self) -> None:
         self.rows: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""The model under test as transformers runs it: adapter merged by hand, stretched rope."""
+"""The model under test in transformers, with the adapter merged by hand and the stretched rope."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADAPTER = Path(__file__).resolve().parents[2] / "deploy" / "models" / "smollm2-1
 
 def merged_model(model_directory: Path) -> Any:
     """SmolLM2-135M-Instruct with the 128K adapter, in fp32."""
-    from transformers import AutoModelForCausalLM  # takes 4 s, in every process that collects these tests
+    from transformers import AutoModelForCausalLM  # at the top it would cost every collecting process 4 s
 
     model = AutoModelForCausalLM.from_pretrained(str(model_directory), dtype=torch.float32).eval()
     config = json.loads((ADAPTER / "adapter_config.json").read_text())

@@ -1,4 +1,4 @@
-"""What is answered: parity with transformers, needles found, sessions, page-selected decode."""
+"""Answers of a real service: equal to transformers', needles found, sessions, sparse decode."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_greedy_tokens_equal_transformers(
 
 @contextlib.contextmanager
 def releasing(wire: Wire, session: str) -> Iterator[None]:
-    """Whatever a check finds, the session's pages go back before the next test."""
+    """Release a session at the end of the `with` block, even if a check fails."""
     try:
         yield
     finally:
@@ -64,7 +64,7 @@ def releasing(wire: Wire, session: str) -> Iterator[None]:
 def test_needles_are_found_and_delta_decodes_like_full(
     name: str, wire: Wire, haystack: Haystack, sizes: Sizes, table: Table
 ) -> None:
-    # The small run's document is short: without these, dpxa would fall to dense or keep everything.
+    # Without these options, dpxa would use dense attention or keep all tiles of the small run's document.
     options = {} if name == "dense" else {"min_tokens": 0, "window": min(256, sizes.document // 8)}
     result = wire.prefill(
         pb.PrefillRequest(prompt=text(haystack.text), attention=method(name, **options)), timeout=600

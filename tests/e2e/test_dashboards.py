@@ -1,5 +1,5 @@
-"""Every query of every panel, variable and rule, asked of a real Prometheus that scrapes the real service and
-its Ray: none fails, none is empty."""
+"""Runs every query of every panel, variable and rule on a Prometheus that scrapes a real service and its Ray.
+No query may fail or return nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .traffic import Traffic
 from .wire import PATIENCE_S, Wire
 
 WINDOW, RANGE_S = "10m", 600
-"""Longer than all of this takes, so that a slow machine's requests are not over when they are asked for."""
+"""The time range of queries: longer than this test takes, even on a slow machine."""
 
 
 @pytest.fixture
@@ -47,7 +47,8 @@ def of_panels() -> dict[str, str]:
 
 
 def of_variables() -> dict[str, str]:
-    """As Grafana asks for a variable's values, all chosen in those that it depends on."""
+    """Return the queries of the variables' values, as Grafana sends them, with all values chosen in other
+    variables."""
     return {
         f"{dashboard.name}: ${variable['name']}": substituted(variable["definition"], WINDOW, RANGE_S)
         for dashboard in DASHBOARDS
@@ -57,7 +58,8 @@ def of_variables() -> dict[str, str]:
 
 
 def of_rules() -> dict[str, str]:
-    """An alert's conditions cannot all hold at once, so what they compare is asked for."""
+    """Return the queries of the rules. Alerts' conditions cannot all hold at once, so query their
+    operands."""
     asked = {}
     for group in yaml.safe_load(RULES.read_text())["spec"]["groups"]:
         for rule in group["rules"]:
@@ -67,14 +69,14 @@ def of_rules() -> dict[str, str]:
 
 
 EMPTY_HERE = ("DeltafrontAbsent: 0", "DeltafrontCertificateEnds: 0")
-"""Conditions without data: a door is there, and this service has no certificate."""
+"""Conditions without data, because this service has a door and no certificate."""
 
 
 _JOINT = re.compile(r"\s(?:(?:and|or|unless)\b(?:\s+on\s*\([^)]*\))?|[<>]=?|[=!]=)\s")
 
 
 def operands(expr: str) -> list[str]:
-    """What an expression's comparisons and set operators stand between, at its top level."""
+    """Return the operands of an expression's comparisons and set operators, at its top level."""
     found, depth, start, place = [], 0, 0, 0
     while place < len(expr):
         depth += (expr[place] in "({[") - (expr[place] in ")}]")
@@ -94,7 +96,7 @@ def test_splits_alert_conditions_into_operands() -> None:
 
 
 def empty_ones(asked: dict[str, str], ask: Callable[[str], Sequence[object]]) -> list[str]:
-    """Raises AssertionError for queries that fail."""
+    """Return the queries without data. Raises AssertionError for queries that fail."""
     empty, failing = [], []
     for name, expr in asked.items():
         try:
@@ -106,7 +108,7 @@ def empty_ones(asked: dict[str, str], ask: Callable[[str], Sequence[object]]) ->
 
 
 def scrapes(prometheus: Prometheus) -> float:
-    """How many there were of a door that knows of its workers."""
+    """Count the scrapes of a door that knew its workers."""
     counted = prometheus.now("count_over_time(deltafront_worker_up[10m])")
     return max((series.points[-1][1] for series in counted), default=0.0)
 
@@ -122,7 +124,7 @@ def wait_for(true: Callable[[], bool], otherwise: Callable[[], object]) -> None:
 def test_every_query_of_panels_variables_and_rules_returns_data(
     service: LocalService, http: str, wire: Wire, prometheus: Prometheus, table: Table
 ) -> None:
-    """Two rounds of requests: a rate sees nothing of the first increase of a series that begins with it."""
+    """Sends two rounds of requests, because a rate does not see the increase with which a series begins."""
     panels, variables, rules = of_panels(), of_variables(), of_rules()
     model = wire.info().model
     traffic = Traffic(service.address, http, model, DEMO_TEXT.read_text(), (400, 1200) * 2)

@@ -1,4 +1,4 @@
-"""Two doors: what one begins another goes on with, and a dead one leaves nothing behind."""
+"""Two doors: each resumes the other's answers, and a dead door leaves no pages in use."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def doors(service: LocalService) -> list[int]:
 
 
 def at_doors(service: LocalService, column: str) -> dict[str, int]:
-    """What HAProxy counts of each door that it knows of: `scur`, requests it has now; `hrsp_2xx`, answers."""
+    """Return HAProxy's counts for each door: `scur`, its current requests; `hrsp_2xx`, its answers."""
     port = serve_ports(int(service.address.split(":")[1]))["RAY_SERVE_HAPROXY_STATS_PORT"]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats;csv", timeout=PATIENCE_S) as reply:
         rows = list(csv.DictReader(reply.read().decode().removeprefix("# ").splitlines()))
@@ -61,15 +61,18 @@ def at_doors(service: LocalService, column: str) -> dict[str, int]:
 
 
 def wait_for_two_doors(service: LocalService) -> list[int]:
-    """Until both answer: a door that has just been started is a process long before requests come to it.
+    """Wait until both doors answer, which is long after their processes start.
 
-    It is asked over a new connection: an old one may go to an HAProxy that ends with it, and knows only of
-    the doors there were when it was replaced."""
+    Each try uses a new connection, because an old one may stay with a replaced HAProxy, which does not know
+    new doors.
+    """
     until = time.monotonic() + PATIENCE_S
     while True:
         before = at_doors(service, "hrsp_2xx")
         wire = Wire(service.address)
-        workers = [wire.info().decode_workers for _ in range(4)]  # each to the door with fewer requests
+        workers = [
+            wire.info().decode_workers for _ in range(4)
+        ]  # HAProxy sends each to the door with fewer requests
         after = at_doors(service, "hrsp_2xx")
         answering = [name for name in after if after[name] > before.get(name, 0)]
         if len(found := doors(service)) == len(answering) == 2 and all(workers):
@@ -93,7 +96,7 @@ def seconds_to_no_page(client: DeltafrontClient) -> float:
 def test_answers_resume_when_their_door_is_killed(
     service: LocalService, client: DeltafrontClient, haystack: Haystack, sizes: Sizes, table: Table
 ) -> None:
-    """Each door has requests: some read their prompt, some answer, greedy and sampled."""
+    """Both doors have requests in prefill and in decode, greedy and sampled."""
     prompts = [haystack.text[: 400 + 40 * number] for number in range(6)]
     options = [GREEDY if number % 2 else SAMPLED for number in range(6)]
 
@@ -126,7 +129,7 @@ def test_answers_resume_when_their_door_is_killed(
 def test_a_dead_doors_requests_and_sessions_are_dropped(
     service: LocalService, client: DeltafrontClient, sizes: Sizes, table: Table
 ) -> None:
-    """No other door resumes these. Their clients see none of Ray's error texts."""
+    """Their clients do not resume, and do not see Ray's error texts."""
     request = pb.GenerateRequest(
         prompt=text("Call me Ishmael. " * 20), sampling=pb.SamplingOptions(max_tokens=10_000, ignore_eos=True)
     )
@@ -137,7 +140,7 @@ def test_a_dead_doors_requests_and_sessions_are_dropped(
     with ThreadPoolExecutor(len(streams)) as pool:
         ends = [pool.submit(end_of, stream) for stream in streams]
         lost = list(islice(as_completed(ends, PATIENCE_S), len(streams) // 2))
-        for stream in streams:  # those of the other door
+        for stream in streams:  # the other door's streams
             stream.cancel()
     for end in ends:
         assert ended_here(end.result()) == (end not in lost), end.result()
@@ -151,7 +154,7 @@ def test_a_dead_doors_requests_and_sessions_are_dropped(
 
 
 def streams_at_both_doors(service: LocalService, request: pb.GenerateRequest) -> list[grpc.Call]:
-    """Four answers that have begun, two at each door."""
+    """Begin four answers, two at each door."""
     until = time.monotonic() + PATIENCE_S
     while True:
         wait_for_two_doors(service)
@@ -178,5 +181,5 @@ def end_of(stream: grpc.Call) -> grpc.RpcError:
 
 
 def ended_here(error: grpc.RpcError) -> bool:
-    """Whether this process cancelled it."""
+    """Return whether this process has cancelled the stream."""
     return error.code() is grpc.StatusCode.CANCELLED and "locally" in (error.details() or "").lower()

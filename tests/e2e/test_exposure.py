@@ -1,4 +1,4 @@
-"""Where a whole service listens: Ray, doors, stages with their links, decode workers."""
+"""The addresses at which a service listens: Ray, doors, stages with their links, decode workers."""
 
 from __future__ import annotations
 
@@ -16,5 +16,4 @@ def test_service_listens_only_on_configured_addresses(service: LocalService) -> 
 
 
 def test_start_prints_the_addresses_beyond_loopback(service: LocalService) -> None:
-    """Once it answers everywhere, which is a moment after a door does."""
     wait_until(lambda: "open      to this machine alone" in service.log.read_text(), "it does not say so")

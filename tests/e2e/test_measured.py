@@ -1,4 +1,4 @@
-"""What is measured adds up: TTFT's parts, and /metrics against what clients saw."""
+"""Measurements add up: the parts of TTFT, and /metrics compared with the clients' counts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .wire import PATIENCE_S, Answer, Wire, method, packed, text
 
 FINISHED = "deltafront_requests_total"
 CALLER = "00f067aa0ba902b7"
-"""The span under which a caller sends its request."""
+"""The caller's own span, parent of the request's spans."""
 
 
 def scrape(wire: Wire) -> dict[str, float]:
-    """Sample name with labels → value."""
+    """Read /metrics: values by sample name with labels."""
     address = wire.info().metrics_address
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as reply:
         lines = reply.read().decode().splitlines()
@@ -39,7 +39,8 @@ def total(samples: dict[str, float], name: str, *labels: str) -> float:
 
 
 def counted(wire: Wire, finished: float) -> dict[str, float]:
-    """What /metrics says once it knows of so many finished requests: it is told after the stream's end."""
+    """Wait until /metrics counts this number of finished requests, and return it. Requests are counted after
+    their streams end."""
     until = time.monotonic() + PATIENCE_S
     while total(samples := scrape(wire), FINISHED) < finished:
         assert time.monotonic() < until, "the metrics do not know of every request"
@@ -95,7 +96,8 @@ def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
 
 
 def tree(collector: Collector, trace: str, stages: int) -> list[Sent]:
-    """A trace's spans once all have come: who ends first sends first. One chunk was read."""
+    """Wait for all spans of a request with one chunk, and return them. Spans arrive in the order of their
+    ends."""
     names = {"prefill", "queue", "chunk", "stage", "decode", "first_step"}
     until = time.monotonic() + PATIENCE_S
     while True:
@@ -109,8 +111,8 @@ def tree(collector: Collector, trace: str, stages: int) -> list[Sent]:
 
 @pytest.mark.parametrize("edge", ["grpc", "http"])
 def test_callers_trace_spans_every_process(wire: Wire, http: str, collector: Collector, edge: str) -> None:
-    """Through HAProxy and Serve, as metadata and as header, to the door, the group, its stages and the decode
-    worker: their spans are one tree under the caller's."""
+    """The traceparent passes HAProxy and Serve, as metadata or header. The spans of door, group, stages and
+    decode worker are one tree under the caller's span."""
     trace, prompt = secrets.token_hex(16), f"{secrets.token_hex(8)}: call me"
     parent = {"traceparent": f"00-{trace}-{CALLER}-01"}
     if edge == "grpc":
@@ -148,8 +150,8 @@ def test_callers_trace_spans_every_process(wire: Wire, http: str, collector: Col
 def test_sparse_methods_compute_fewer_tiles_in_less_time(
     wire: Wire, haystack: Haystack, sizes: Sizes
 ) -> None:
-    """A method's density shows in its time: streaming with a small window against dense, attention only.
-    Where times are not compared, nothing is asked of dense."""
+    """Compares streaming with a small window with dense attention: the time of attention and the density.
+    Without `timed`, dense does not run."""
     window = min(256, sizes.document // 8)
     sparse = pb.AttentionMethod(name="streaming", options={"window": window, "min_tokens": 0})
     sampling = pb.SamplingOptions(max_tokens=1, ignore_eos=True)
@@ -172,8 +174,8 @@ def test_sparse_methods_compute_fewer_tiles_in_less_time(
 
 
 def test_memory_of_all_processes_stays_within_bounds(service: LocalService, wire: Wire, table: Table) -> None:
-    """Pages that several processes share count once, each with its part. Memory for K/V becomes resident as
-    other tests use it, up to the room that the configuration gives it."""
+    """Memory that several processes share counts once. Memory for KV becomes resident as other tests use it,
+    up to the configured size."""
     assert wire.info().decode_workers == 1
     parent = psutil.Process(service.pid)
     session = {p.pid: p for p in [parent, *parent.children(recursive=True)]}
@@ -189,7 +191,7 @@ def test_memory_of_all_processes_stays_within_bounds(service: LocalService, wire
 
 
 def test_only_processes_that_compute_load_torch(service: LocalService) -> None:
-    """It takes 180 MiB of each: neither doors nor the replicas that own workers load it."""
+    """torch takes 180 MiB per process, so doors and the replicas that own workers must not load it."""
     with_torch = set()
     for process in psutil.Process(service.pid).children(recursive=True):
         if any("libtorch" in mapped.path for mapped in process.memory_maps()):

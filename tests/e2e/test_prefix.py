@@ -1,4 +1,4 @@
-"""A prompt that was read before is hardly read again, over gRPC and through OpenAI's door."""
+"""A repeated prompt hits the prefix cache, over gRPC and OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .conftest import Sizes, Table
 from .wire import Wire, method, text
 
 SALT = "test_prefix"
-"""Other tests read the same text."""
+"""A cache salt, because other tests send the same text."""
 
 
 def test_repeated_prompt_reuses_the_prefix_cache(
     wire: Wire, beginning: str, sizes: Sizes, table: Table
 ) -> None:
-    """A third request skips the cache; all three get the same answer."""
+    """A third request skips the cache. All three answers are the same."""
     asked = pb.GenerateRequest(
         prompt=text(beginning + "\nWhat is the code? The code is"),
         attention=method("dense"),

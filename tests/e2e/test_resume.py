@@ -1,4 +1,4 @@
-"""A prompt whose stage is killed is read on, not read again."""
+"""If a stage is killed, its prompt resumes instead of starting over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_measured import scrape, total
 from .wire import Wire
 
 STAGES = 2
-"""As in service.yaml."""
+"""The number of stages in service.yaml."""
 TRIES = 5
 READ_AGAIN = "deltafront_tokens_read_again_total"
 
@@ -49,10 +49,11 @@ def test_killed_stage_costs_only_the_chunks_in_flight(
     sizes: Sizes,
     table: Table,
 ) -> None:
-    """Without a spare group: the one there is replaces its stage and goes on, with the K/V that the decode
-    worker has. Of the chunks that had to be read twice, those under way are counted whole.
+    """There is no spare group: the only one replaces its stage and resumes with the decode worker's KV.
+    Chunks in flight count as prefilled twice.
 
-    A kill that comes when everything has been read, as a busy machine may have it, is tried again."""
+    If the kill comes after prefill, as on a busy machine, try again.
+    """
     long = sizes.document > 8 * sizes.chunk * STAGES
     kill_at = 0.8 if long else 0.2
 
@@ -94,7 +95,7 @@ def test_killed_stage_costs_only_the_chunks_in_flight(
     table.add("longest silence after a stage's death, without a spare, s", round(silence, 2))
     under_way = STAGES * sizes.chunk
     assert again <= under_way, "what was read had arrived, but for what was still on its way"
-    if long:  # of a short prompt two chunks are half
+    if long:  # in a short prompt two chunks are half of it
         share = (again + under_way) / haystack.tokens
         table.add("of a prompt whose stage was killed at 80%, read twice", round(share, 2))
         assert share < 0.4

@@ -1,4 +1,4 @@
-"""Requests beside each other and requests that go away."""
+"""Concurrent requests, and requests that are cancelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deltafront.protos.v1 import deltafront_pb2 as pb
 from .conftest import Haystack, Sizes, Table
 from .wire import PATIENCE_S, Wire, method, packed, text
 
-pytestmark = pytest.mark.timeout(1800)  # twenty times a document at full size
+pytestmark = pytest.mark.timeout(1800)  # prefills a full-size document twenty times
 
 
 def one_token(prompt: pb.Prompt) -> pb.GenerateRequest:
@@ -25,7 +25,7 @@ def one_token(prompt: pb.Prompt) -> pb.GenerateRequest:
 
 
 def chunk_seconds(wire: Wire, long: pb.Prompt) -> tuple[float, int]:
-    """Seconds per chunk of a long prompt alone, and its chunks."""
+    """Prefill a long prompt alone. Return the seconds per chunk and the number of chunks."""
     answer = wire.generate(one_token(long))
     chunks = -(-answer.finish.usage.prompt_tokens // wire.info().chunk_tokens)
     return answer.client_ttft / chunks, chunks
@@ -34,8 +34,8 @@ def chunk_seconds(wire: Wire, long: pb.Prompt) -> tuple[float, int]:
 def test_short_prompt_does_not_wait_for_a_long_one(
     wire: Wire, haystack: Haystack, tokenizer: Tokenizer, sizes: Sizes, table: Table
 ) -> None:
-    """It is read between the long one's chunks, whose account says so. Tried again where a busy machine has
-    read all of the long one before the short one comes."""
+    """The short prompt is prefilled between the long one's chunks, and the long one's timings show it. If a
+    busy machine finishes the long prompt first, try again."""
     ids = tokenizer.encode(haystack.text).ids * (1 if sizes.timed else 3)
     long, short = pb.Prompt(token_ids=packed(ids)), pb.Prompt(token_ids=packed(ids[: sizes.short]))
     alone = [wire.generate(one_token(short)) for _ in range(3 if sizes.timed else 1)]
@@ -90,7 +90,7 @@ def test_cancelled_streams_free_every_page(wire: Wire, beginning: str, sizes: Si
 
 @pytest.mark.parametrize("tokens", [1, 4000])
 def test_a_deadline_ends_a_request_in_time(wire: Wire, haystack: Haystack, sizes: Sizes, tokens: int) -> None:
-    """While it is read (1 token), and while it answers."""
+    """The deadline passes during prefill (1 token), and during the answer."""
     if not sizes.timed:
         pytest.skip("asserts a time: pytest --acceptance")
     prompt = text(haystack.text if tokens == 1 else "Call me")

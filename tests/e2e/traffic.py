@@ -1,5 +1,5 @@
-"""Requests of every kind, so that every panel has something to show: over gRPC and HTTP, with what callers do
-wrong, give up and come back to."""
+"""Requests of every kind over gRPC and HTTP, including invalid, cancelled and repeated ones, so that every
+dashboard panel has data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _METHODS = ("dense", "dpxa", "xattention", "dpxa+delta")
 
 
 class Traffic:
-    """grpc: host and port. http: URL of the HTTP door. model: the name that it serves. text: what prompts are
-    taken from. lengths: of prompts, in characters, the shortest first."""
+    """A source of requests. grpc: host and port. http: URL of the HTTP API. model: the model's name. text:
+    the text for prompts. lengths: lengths of prompts in characters, the shortest first."""
 
     def __init__(self, grpc: str, http: str, model: str, text: str, lengths: Sequence[int]) -> None:
         self._client = DeltafrontClient(grpc)
@@ -36,19 +36,19 @@ class Traffic:
 
     @property
     def kinds(self) -> Sequence[Callable[[], None]]:
-        """A prompt of each length, by one method after the other; then what else there is."""
+        """Return the kinds of requests: a prompt of each length, with alternating methods, and all others."""
         reads = [
             partial(self.read, *one) for one in zip(self._lengths, itertools.cycle(_METHODS), strict=False)
         ]
         return (*reads, self.session, self.chat, self.refused, self.wrong, self.cancelled, self.stopped)
 
     def round(self) -> None:
-        """One of each kind."""
+        """Send one request of each kind."""
         for kind in self.kinds:
             kind()
 
     def _prompt(self, length: int) -> str:
-        """Of text that no session holds the beginning of."""
+        """Make a prompt without a prefix hit."""
         self._begins = (self._begins + 997) % max(len(self._text) - length, 1)
         return self._text[self._begins : self._begins + length]
 
@@ -57,7 +57,7 @@ class Traffic:
         _read(self._client.generate(self._prompt(length), method=method, options=options, **_ANSWER))
 
     def session(self) -> None:
-        """A document, a question to it, and a prompt that begins with it."""
+        """Send a document, a question to it, and a prompt that begins with the document."""
         document = self._prompt(self._lengths[1])
         *_, made = self._client.prefill(document, session_ttl_s=60, method="dense")
         assert isinstance(made, PrefillFinished)
@@ -67,18 +67,18 @@ class Traffic:
         self._client.release(session)
 
     def chat(self) -> None:
-        """OpenAI's API, streamed."""
+        """Stream a chat over OpenAI's API."""
         message = {"role": "user", "content": self._prompt(self._lengths[0])}
         body = {"model": self._model, "messages": [message], "max_tokens": 8, "stream": True}
         with self._post("/v1/chat/completions", body) as reply:
             assert b"[DONE]" in reply.read()
 
     def refused(self) -> None:
-        """An answer that is longer than all pages."""
+        """Request an answer that is longer than all pages."""
         _expect("resource_exhausted", self._client.generate("Call me", max_tokens=100_000, ignore_eos=True))
 
     def wrong(self) -> None:
-        """Over gRPC and HTTP."""
+        """Send invalid requests over gRPC and HTTP."""
         _expect("invalid_argument", self._client.generate("Call me", max_tokens=-1))
         _expect("not_found", self._client.generate(session_id="gone.x", append="Who?"))
         body = {"model": self._model, "messages": []}

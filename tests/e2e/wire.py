@@ -1,4 +1,4 @@
-"""A bare gRPC caller for the end-to-end tests: the contract itself, not our client library."""
+"""A plain gRPC caller for the end-to-end tests, which uses the contract and not our client library."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 
 PATIENCE_S = 300.0
-"""Until what must happen counts as never happening; no statement about speed."""
+"""The longest wait for an event, only to keep a failing test from hanging."""
 
 
 @dataclass
 class Answer:
-    """What came back from one Generate, with the client's own clock beside the server's."""
+    """The result of one Generate, with the client's own times besides the server's."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -33,11 +33,11 @@ class Answer:
 
 
 class Wire:
-    """One channel. token: bearer token sent with every call. Prompts are read, whoever has sent them before,
-    but for those with a salt."""
+    """A channel to the service. token: the bearer token of every call. Prompts without a salt skip the prefix
+    cache."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
-        options: list[tuple[str, int]] = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        options: list[tuple[str, int]] = [("grpc.use_local_subchannel_pool", 1)]  # its own connection
         options += [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         self.channel = grpc.insecure_channel(address, options)
         self.stub = pb_grpc.DeltafrontServiceStub(self.channel)
@@ -52,7 +52,7 @@ class Wire:
         return int(total - info.decode_pages_free - info.prefill_pages_free)
 
     def seconds_to_no_page(self, patience_s: float = PATIENCE_S) -> float:
-        """Waits until every page is free again."""
+        """Wait until every page is free, and return the seconds."""
         started = time.perf_counter()
         while used := self.pages_used():
             assert time.perf_counter() - started < patience_s, f"{used} pages are still held"
@@ -67,14 +67,14 @@ class Wire:
         raise AssertionError("Prefill ended without a result")
 
     def start(self, request: pb.GenerateRequest, timeout: float = 600) -> Iterator[pb.GenerateResponse]:
-        """The raw stream (it also has .cancel())."""
+        """Start a call, and return gRPC's stream, which has .cancel()."""
         request.skip_cache = request.skip_cache or not request.cache_salt
         return self.stub.Generate(request, metadata=self.metadata, timeout=timeout)
 
     def generate(
         self, request: pb.GenerateRequest, timeout: float = 600, reading: threading.Event | None = None
     ) -> Answer:
-        """reading: set when the first part of the prompt has been read."""
+        """Generate an answer. reading: set when the first chunk has been prefilled."""
         answer, started, finishes = Answer(), time.perf_counter(), 0
         for response in self.start(request, timeout):
             match response.WhichOneof("event"):

@@ -1,7 +1,8 @@
-"""Runs in a pod: asks a chat and a document all the time until /tmp/enough is there. A line of JSON each.
+"""Runs in a pod and sends a chat and a document question in turn, until /tmp/enough exists. It prints a line
+of JSON for each request.
 
-A request is lost when it ends with an error, after what the client itself tries again. Its pause is the
-longest time between two of its events.
+A request is lost if it ends with an error after the client's own retries. Its pause is the longest time
+between two of its events.
 """
 
 import itertools
@@ -43,7 +44,7 @@ def answers(client: DeltafrontClient) -> bool:
 
 def ask_always(address: str, kind: str) -> None:
     with DeltafrontClient(address, retry_s=TIMEOUT_S) as client:
-        while not answers(client):  # network policies learn of a new pod's address after a moment
+        while not answers(client):  # network policies apply to a new pod after a moment
             time.sleep(0.5)
         for number in itertools.count():
             if Path("/tmp/enough").exists():

@@ -1,4 +1,5 @@
-"""The cluster of `make cluster-test`: $KUBECONFIG's, or one that $CLUSTER_UP makes. One service for all."""
+"""The cluster of `make cluster-test`: $KUBECONFIG's, or one that $CLUSTER_UP makes. All tests share one
+service."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def kube(request: pytest.FixtureRequest) -> Iterator[Kube]:
         return
     if MAKER is None:
         pytest.skip("no Kubernetes: set KUBECONFIG, or CLUSTER_UP to a program that makes one")
-    made = os.environ.get("CLUSTER_KEPT") is None  # else it is up, with the images, and stays
+    made = os.environ.get("CLUSTER_KEPT") is None  # a kept cluster is up, has the images and stays
     try:
         if made:
             subprocess.run([MAKER, "--nodes", "2", "up"], check=True)
@@ -83,7 +84,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Deployed:
-    """The service, and clients in namespaces that may ask and may not."""
+    """The service, and clients in namespaces with and without access."""
 
     kube: Kube
     folder: Path
@@ -100,7 +101,7 @@ class Deployed:
         )
 
     def wait_until_whole(self) -> None:
-        """Until every pod is there and ready, as after a fault."""
+        """Wait until every pod exists and is ready, for example after a fault."""
         wanted = {"headgroup": 1, "door": 2, "prefill": 1, "decode": 1, "redis": 1}
 
         def whole() -> bool:
@@ -115,7 +116,8 @@ class Deployed:
 
     @contextmanager
     def load(self, what: str) -> Iterator[Load]:
-        """Clients that ask all the time; after the block what they saw, which is printed, too."""
+        """Run clients that send requests during the `with` block. After it, the load has their results, which
+        are also printed."""
         load, name, kube = Load(), f"load-{time.monotonic_ns()}", self.kube
 
         def lines() -> list[str]:
@@ -150,7 +152,7 @@ def phase(kube: Kube, name: str) -> str:
 
 @pytest.fixture(scope="session")
 def applied(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
-    """Apply once. Pod Security `restricted` is enforced in every namespace of the tests."""
+    """Apply the service once. Every namespace of the tests enforces Pod Security `restricted`."""
     for name, labels in (
         (NAMESPACE, {}),
         (CLIENTS, {"deltafront/clients": "yes"}),
@@ -180,7 +182,8 @@ def deployed(applied: Deployed) -> Deployed:
 def archives(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], list[Path]]:
-    """A function that gives archives of our image and a Redis, built unless $CLUSTER_IMAGES names them."""
+    """Return a function that returns archives of our image and of Redis. They are built unless
+    $CLUSTER_IMAGES names them."""
 
     def made() -> list[Path]:
         if given := os.environ.get("CLUSTER_IMAGES"):

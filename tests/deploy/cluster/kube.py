@@ -1,4 +1,5 @@
-"""A Kubernetes, asked by kubectl; the overlay `cpu` made small enough for two cores; and clients in a pod."""
+"""A Kubernetes cluster, used by kubectl; the overlay `cpu` made small enough for two cores; and pods with
+clients."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ TOKEN = "of-a-test"
 IMAGE, REDIS = "docker.io/library/deltafront:cpu", "docker.io/library/redis:7.4"
 ASKING = Path(__file__).with_name("asking.py")
 WAIT_S = 900.0
-"""The longest wait for anything. It is generous, for a busy machine."""
+"""The longest wait for any event, long enough for a busy machine."""
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -33,7 +34,7 @@ RESTRICTED = {
 
 @dataclass(frozen=True)
 class Kube:
-    """kubectl: the command, with the administrator's credentials."""
+    """A cluster. kubectl: the command, with the administrator's credentials."""
 
     kubectl: tuple[str, ...]
 
@@ -59,13 +60,13 @@ class Kube:
         return found
 
     def pods(self, group: str, *, living: bool = True) -> list[Object]:
-        """Pods of Ray's group, or with a role of ours."""
+        """Return the pods of a Ray group or of one of our roles."""
         label = f"deltafront/role={group}" if group in ("redis", "model") else f"ray.io/group={group}"
         pods = self.get("pods", "-l", label)
         return [one for one in pods if not living or "deletionTimestamp" not in one["metadata"]]
 
     def until(self, true: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
-        """Wait for something, and return it. Raises AssertionError with what Kubernetes says."""
+        """Wait for a result, and return it. Raises AssertionError with the status of the cluster."""
         deadline = time.monotonic() + seconds
         while not (found := true()):
             if time.monotonic() > deadline:
@@ -75,7 +76,7 @@ class Kube:
         return found
 
     def reason(self) -> str:
-        """Return what `kubectl describe rayservice` shows of the deployments."""
+        """Return the deployments' messages from `kubectl describe rayservice`."""
         return self("-n", NAMESPACE, "describe", "rayservice", check=False)
 
 
@@ -89,11 +90,11 @@ def is_ready(pod: Object) -> bool:
 
 
 def small(folder: Path, changes: Mapping[str, Mapping[str, Any]], *components: str) -> list[Object]:
-    """The overlay `cpu` with a smaller configuration and smaller pods.
+    """Render the overlay `cpu` with a smaller configuration and smaller pods.
 
     Args:
-        changes: Further keys of the configuration's sections.
-        components: Of deploy/kubernetes.
+        changes: More keys for sections of the configuration. components: Components of deploy/kubernetes to
+            add.
     """
     overlay = KUBERNETES / "overlays" / "cpu"
     config = yaml.safe_load((overlay / "config.yaml").read_text())
@@ -136,7 +137,7 @@ def relative(path: Path, start: Path) -> str:
 
 
 def client_pod(name: str, namespace: str, *command: str) -> Object:
-    """A pod that asks, under Pod Security `restricted`."""
+    """Make a client's pod that fits Pod Security `restricted`."""
     container = {
         "name": "client",
         "image": IMAGE,

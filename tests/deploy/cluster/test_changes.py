@@ -1,4 +1,5 @@
-"""Changes that cannot work: the service answers on, and the reason is in the RayService."""
+"""If a change cannot work, the old service continues to answer, and the RayService's status has the
+reason."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def test_a_configuration_that_does_not_load_changes_nothing(deployed: Deployed) 
 
 
 def said(deployed: Deployed) -> str:
-    """The messages of the application and its deployments, in the RayService's status."""
+    """Return the messages of the application and its deployments from the RayService's status."""
     status = deployed.kube.service()["status"]
     found = []
     for service in ("activeServiceStatus", "pendingServiceStatus"):

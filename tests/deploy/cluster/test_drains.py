@@ -1,4 +1,4 @@
-"""`kubectl drain` of each node in turn: what leaves waits while nothing could replace it."""
+"""`kubectl drain` of each node in turn: a pod that leaves waits if nothing can replace it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def on(kube: Kube, node: str) -> set[str]:
 
 
 def drained(deployed: Deployed, node: str) -> None:
-    """Drain what can leave: Redis and, without a head, prefill and decode wait."""
+    """Drain a node. Redis stays; prefill and decode stay while the head is away."""
     kube = deployed.kube
     try:
         kube("drain", node, *DRAIN, "--timeout=600s", check=False)
@@ -36,14 +36,14 @@ def drained(deployed: Deployed, node: str) -> None:
         kube("uncordon", node)
 
 
-def test_a_drained_node_of_prefill_loses_no_request(deployed: Deployed) -> None:
+def test_draining_the_prefill_node_loses_no_request(deployed: Deployed) -> None:
     node = node_of(deployed.kube, "prefill")
     with deployed.load("node of prefill drained") as load:
         drained(deployed, node)
     assert not load.lost
 
 
-def test_a_drained_node_of_the_head_loses_no_request(deployed: Deployed) -> None:
+def test_draining_the_heads_node_loses_no_request(deployed: Deployed) -> None:
     node = node_of(deployed.kube, "headgroup")
     with deployed.load("node of the head drained") as load:
         drained(deployed, node)

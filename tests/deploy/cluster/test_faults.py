@@ -1,4 +1,4 @@
-"""Pods that are deleted or killed while clients ask: nothing is lost. The longest pause is printed."""
+"""If pods are deleted or killed under load, no request is lost. The longest pause is printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .kube import NAMESPACE, is_ready, names
 GROUPS = ("door", "prefill", "decode", "headgroup")
 
 
-def test_first_answer_after_apply(applied: Deployed) -> None:
+def test_applied_overlay_answers_a_request(applied: Deployed) -> None:
     began = time.monotonic()
     applied.wait_until_ready()
     print(f"\nready {time.monotonic() - began:.0f} s after apply")
@@ -50,8 +50,8 @@ def uids(deployed: Deployed, group: str) -> set[str]:
     return {one["metadata"]["uid"] for one in deployed.kube.pods(group, living=False)}
 
 
-def test_a_door_leaves_soon_after_its_last_answer(deployed: Deployed) -> None:
-    """No other pod has room for its replica, so it waits for none."""
+def test_door_exits_soon_after_its_last_answer(deployed: Deployed) -> None:
+    """No other pod has room for its replica, so the door does not wait for one."""
     kube = deployed.kube
     name = kube.pods("door")[0]["metadata"]["name"]
     with deployed.load("door deleted, and timed") as load:

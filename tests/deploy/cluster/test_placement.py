@@ -1,4 +1,5 @@
-"""Pods of the GPU overlays find the nodes that docs/deploy.md promises. Nodes are objects: nothing runs."""
+"""Pods of the GPU overlays are placed on the nodes that docs/deploy.md promises. The nodes are only objects,
+so nothing runs."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from .kube import Kube
 
 PLACED, MODELS = "placed", "deltafront-models"
 GPUS = {"large": (8, 81_559), "other": (8, 81_559), "small": (8, 40_960), "plain": (0, 0), "bare": (0, 0)}
-"""GPUs of a node, and MiB of each as the feature discovery's label says."""
+"""The GPUs of a node, and the MiB of each in the label of feature discovery."""
 
 
 def node(name: str, gpus: int, gpu_mib: int) -> tuple[Object, Object]:
-    """A node object, and its status."""
+    """Make a node object with its status."""
     labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "deltafront/made": "yes"}
     labels |= {"nvidia.com/gpu.memory": str(gpu_mib)} if gpus else {}
     taints = [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}] if gpus else []
@@ -43,7 +44,8 @@ def lease(name: str) -> Object:
 
 
 def volume(name: str, claim: str, mode: str) -> Object:
-    """One for a claim of the overlay: of the node `large` if no other may mount it, else of all."""
+    """Make a volume for a claim of the overlay: on the node `large` if only one node may mount it, else for
+    all nodes."""
     spec = {
         "capacity": {"storage": "300Gi"},
         "accessModes": [mode],
@@ -58,7 +60,7 @@ def volume(name: str, claim: str, mode: str) -> Object:
 
 
 def forget(kube: Kube) -> None:
-    """Remove the namespace. Where nothing runs, KubeRay's Job that empties Redis would be waited for."""
+    """Remove the namespace, without waiting for KubeRay's cleanup Job, which cannot run here."""
     kube("-n", PLACED, "delete", "rayservice", "--all", "--wait=false", check=False)
     kube("delete", "namespace", PLACED, "--wait=false", check=False)
 
@@ -87,7 +89,7 @@ NO_FINALIZERS = '{"metadata": {"finalizers": null}}'
 
 @pytest.fixture
 def nodes(kube: Kube) -> Iterator[None]:
-    """Only these take pods, and they live."""
+    """Add nodes that are ready, and let only them take pods."""
     real = [one["metadata"]["name"] for one in kube.get("nodes")]
     made = {name: node(name, *gpus) for name, gpus in GPUS.items()}
     ended = threading.Event()
@@ -124,7 +126,7 @@ def test_every_pod_finds_its_node(kube: Kube, nodes: None, overlay: str) -> None
     kube.apply(volume("placed-redis", "data-deltafront-redis-0", "ReadWriteOnce"))
     kube.apply(*objects)
     groups = {one["groupName"]: one["replicas"] for one in workers(objects)}
-    wanted = 1 + sum(groups.values()) + 2  # the head, the model's Job and Redis
+    wanted = 1 + sum(groups.values()) + 2  # with the head, the model's Job and Redis
 
     def where() -> dict[str, list[str]] | None:
         pods = kube.get("pods", namespace=PLACED)

@@ -1,4 +1,5 @@
-"""docs/deploy.md, "Who trusts whom", cell by cell: what must connect does, and nothing else."""
+"""Tries every connection in the table "Who trusts whom" of docs/deploy.md: permitted ones work, others do
+not."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ PORTS = {
     "decode": (8080,),
     "redis": (6379,),
 }
-"""Ports that listen, of each kind of pod."""
+"""The listening ports of each kind of pod."""
 TRY = """
 import json, socket, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ ASLEEP = ("python", "-c", "import time; time.sleep(100000)")
 
 
 def may(who: str, whom: str, port: int) -> bool:
-    """The table."""
+    """Return whether the table permits a connection."""
     if who in RAY:
         return whom in RAY or who == "headgroup"
     if who == "prometheus":
@@ -51,7 +52,7 @@ def of_monitoring(name: str, label: str) -> dict[str, object]:
 
 @pytest.fixture
 def outside(deployed: Deployed) -> Iterator[dict[str, tuple[str, str]]]:
-    """Pods that are not of the service: (namespace, name) of each."""
+    """Start pods that do not belong to the service, and return (namespace, name) of each."""
     kube = deployed.kube
     kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "monitoring"}})
     pods = {
@@ -78,7 +79,7 @@ def connects(kube: Kube, namespace: str, pod: str, targets: list[tuple[str, int]
     return found
 
 
-def test_every_pair_connects_only_where_the_table_says(
+def test_pods_connect_only_where_the_trust_table_permits(
     deployed: Deployed, outside: dict[str, tuple[str, str]]
 ) -> None:
     kube = deployed.kube
@@ -96,13 +97,12 @@ def test_every_pair_connects_only_where_the_table_says(
         print(*found, sep="\n")
         return found
 
-    # Policies learn of a new pod's address after a moment.
+    # Policies apply to a new pod after a moment.
     kube.until(lambda: not wrong(), "every cell as the table says", seconds=120.0)
     print(f"\nwho trusts whom: {len(cells) * len(askers)} cells as the table says")
 
 
 def test_ray_pods_write_no_root_and_have_no_token(deployed: Deployed) -> None:
-    """In a namespace that enforces Pod Security `restricted`."""
     kube = deployed.kube
     for group in RAY:
         name = kube.pods(group)[0]["metadata"]["name"]

@@ -1,4 +1,5 @@
-"""A second cluster takes over under load, and autoscaling makes pods. Last, for the second cluster stays."""
+"""A second cluster takes over under load, and the autoscaler makes pods. This file runs last, because the
+second cluster stays."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from .kube import is_ready
 QUICK = {"max_groups": 2, "backlog_s": 0.01}
 
 
-def test_an_upgrade_loses_nothing_and_load_makes_pods(deployed: Deployed) -> None:
-    """The autoscaler comes with a second cluster, which takes over. Load then wants a group more."""
+def test_upgrade_loses_no_request_and_load_adds_pods(deployed: Deployed) -> None:
+    """The upgrade adds the autoscaler, so a second cluster takes over. Then the load needs another group."""
     kube = deployed.kube
     before = active(deployed)
     with deployed.load("upgrade to a second cluster") as load:
@@ -27,6 +28,6 @@ def active(deployed: Deployed) -> str:
 
 
 def ready_of(deployed: Deployed, group: str) -> list[Object]:
-    """Ready pods of the cluster that serves."""
+    """Count the ready pods of the cluster that serves."""
     pods = [one for one in deployed.kube.pods(group) if is_ready(one)]
     return [one for one in pods if one["metadata"]["labels"]["ray.io/cluster"] == active(deployed)]
