@@ -185,7 +185,7 @@ def _correction(x: AttentionInput) -> Timed:
 
 
 def _check(config: BenchConfig) -> None:
-    """Compare every kernel timed here, in the timed dtype, with an oracle or CPU form. Inputs include a
+    """Compare every kernel timed here, in the timed dtype, with an oracle or CPU version. Inputs include a
     length that is no multiple of 128, and a chunk."""
     shapes = ((8, 2, config.head_dim), SMALL)
     for seed, (heads, key_heads, dim) in enumerate(shapes):

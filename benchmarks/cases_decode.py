@@ -159,7 +159,7 @@ def _in_8_bits(config: BenchConfig, what: str | int) -> Timed:
 
 
 def _check_8_bits(config: BenchConfig) -> None:
-    """Compare the kernels over an int8 KV cache with the CPU forms in fp32, row by row."""
+    """Compare the kernels over an int8 KV cache with the CPU versions in fp32, row by row."""
     x = _narrowed(paged_input(config, [8192, 8191, 4097, 1]))
     exact = replace(x, q_RHD=x.q_RHD.float())
     how: dict[str, Any] = {"scale": x.scale, "scales": x.scales}
@@ -175,8 +175,8 @@ def _check_8_bits(config: BenchConfig) -> None:
 
 
 def _check(config: BenchConfig) -> None:
-    """Compare the kernels in `config.dtype` with the CPU forms in fp32, row by row, over different lengths.
-    Page selection must be identical, also at full size."""
+    """Compare the kernels in `config.dtype` with the CPU versions in fp32, row by row, over different
+    lengths. Page selection must be identical, also at full size."""
     x = paged_input(config, [8192, 8191, 4097, 1])
     out_RHD, _, score_RP = paged_attention_scored(*arguments(x), scale=x.scale)
     exact = replace(x, q_RHD=x.q_RHD.float(), k_PSGD=x.k_PSGD.float(), v_PSGD=x.v_PSGD.float())

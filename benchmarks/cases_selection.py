@@ -87,7 +87,7 @@ def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector | LineSelect
 
 
 def _check(config: BenchConfig) -> None:
-    """Compare the kernels' scores in `config.dtype` with the CPU forms in fp32, row by row. Chunks must
+    """Compare the kernels' scores in `config.dtype` with the CPU versions in fp32, row by row. Chunks must
     select the same tiles as the whole prompt. Queries and keys are FP8 numbers, since XAttention's kernel
     multiplies in FP8."""
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
@@ -107,7 +107,7 @@ def _check(config: BenchConfig) -> None:
 
 
 def _check_lines(config: BenchConfig) -> None:
-    """Compare the baselines' line masses in `config.dtype` with the CPU form in fp32, head by head."""
+    """Compare the baselines' line masses in `config.dtype` with the CPU version in fp32, head by head."""
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
         x = config.structured(CHECKED_TOKENS, heads, groups, dim)
         for queries in (64, 128):

@@ -181,8 +181,8 @@ class AnswerDecoder:
 
     @property
     def _answered_AR(self) -> torch.Tensor:
-        """Return the mask of steps that belong to each row's answer. Rows with short answers go through more
-        steps."""
+        """Mark the steps that belong to each row's answer. Rows with shorter answers run further steps,
+        too."""
         steps_R = torch.tensor([len(question.gold) - 1 for question in self.questions])
         return (torch.arange(int(steps_R.max()))[:, None] < steps_R).to(self._reader.stack.device)
 

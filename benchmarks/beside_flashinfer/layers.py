@@ -105,7 +105,7 @@ class _Rotation:
         return lambda i: rotate_and_store(self.qkv_NTXD[i], cos_T1F, sin_T1F, None, kv)
 
     def theirs(self, flashinfer: Any) -> Run:
-        """Rotate q and k in place, then append k and v to their pages."""
+        """Return FlashInfer's run: it rotates q and k in place, then appends k and v to their pages."""
         longest = int(self.positions_T.max()) + 1
         angle_PF = torch.arange(longest, device=CONFIG.device)[:, None] * _frequencies()
         table_PD = torch.cat([angle_PF.cos(), angle_PF.sin()], dim=1)

@@ -1,4 +1,4 @@
 """The operations of a decoder layer other than attention, and sampling.
 
-Each file has one operation: its input check, CPU form and kernel.
+Each file has one operation: its input check, CPU version and kernel.
 """

@@ -1,7 +1,7 @@
-"""Options that change a row's logits before its next token is chosen, as vLLM defines them: bias, penalties,
-end tokens that may not come yet, min_p.
+"""Options that change a request's logits before its next token is chosen, as in vLLM: bias, penalties,
+min_tokens and min_p.
 
-Suffixes: R requests, K those of them with such options, V vocabulary.
+Suffixes: R requests, K requests with such options, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """The options of a batch's rows, allocated only for rows that have any.
+    """The options of a batch, with rows only for requests that have any.
 
     Attributes:
-        rows_K: The rows.
-        counts_KV: How often each token has come in the answer. It stays on the device.
-        prompt_KV: The tokens of the prompt.
+        rows_K: Each request's row in the batch.
+        counts_KV: Number of times each token occurs in the answer so far. It stays on the device.
+        prompt_KV: True for tokens of the prompt.
         bias_KV: Added to the logits.
-        stops_KV: Tokens that end the answer, which may not come at positions before `first_stop_K`.
-        floor_K1: Logarithm of min_p: how far below the likeliest token a token may be.
+        stops_KV: True for tokens that end the answer. They are forbidden at positions before `first_stop_K`.
+        floor_K1: Logarithm of min_p: minimum of a token's logit relative to the largest logit.
     """
 
     rows_K: torch.Tensor
@@ -36,10 +36,9 @@ class LogitOptions:
     floor_K1: torch.Tensor
 
     def change(self, logits_RV: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-        """Return the logits to choose from at these positions.
+        """Return the changed logits. positions_R: Positions of the tokens to choose.
 
-        An end token that may not come yet gets the least finite logit, so it comes if a grammar allows only
-        it.
+        A forbidden end token gets the lowest finite logit, so that it is chosen if a grammar allows no other.
         """
         logits_KV = logits_RV[self.rows_K] + self.bias_KV
         came_KV = self.counts_KV > 0

@@ -1,4 +1,5 @@
-"""Tests the anchor scan: the CPU form against the oracle, the kernel against the CPU form, and bad input."""
+"""Tests the anchor scan: the CPU version against the oracle, the kernel against the CPU version, and bad
+input."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_centred_scan_compares_rows_minus_their_chunks_mean(chunk: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "chunk"), [(300, 128), (520, 512), (1, 128)])
-def test_anchor_scan_kernel_equals_the_cpu_form(rows: int, chunk: int, dtype: torch.dtype) -> None:
+def test_anchor_scan_kernel_equals_the_cpu_version(rows: int, chunk: int, dtype: torch.dtype) -> None:
     x = drifting_rows(rows, batch=2, dim=32, seed=rows).to(dtype)
     with poisoned_empty():
         runs = kernel_scan(x, 0.75, chunk)

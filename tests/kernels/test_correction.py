@@ -1,4 +1,4 @@
-"""Tests the Δ correction against the oracle, in any chunks, and its kernels against the CPU forms."""
+"""Tests the Δ correction against the oracle, in any chunks, and its kernels against the CPU versions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_correcting_dense_attention_changes_nothing() -> None:
     ("tokens", "rows", "first", "gamma", "tail"),
     [(600, 600, 0, 64, 384), (700, 188, 30, 48, 188), (513, 129, 5, 200, 100), (400, 144, 3, 64, 3)],
 )
-def test_correction_kernels_equal_the_cpu_forms(
+def test_correction_kernels_equal_the_cpu_versions(
     dtype: torch.dtype, tokens: int, rows: int, first: int, gamma: int, tail: int
 ) -> None:
     x = random_input(tokens, rows=rows, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE)

@@ -1,7 +1,7 @@
 """Tests properties of every attention method that can prefill in chunks.
 
-Without a GPU the CPU forms run, with a GPU the kernels. Most inputs are structured, so that methods find runs
-to pack and tiles to skip.
+Without a GPU the CPU versions run, with a GPU the kernels. Most inputs are structured, so that methods find
+runs to pack and tiles to skip.
 """
 
 from __future__ import annotations

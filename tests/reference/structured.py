@@ -76,7 +76,7 @@ def _topic_of_rows(tokens: int, recipe: Recipe, generator: torch.Generator) -> t
 
 
 class _Head:
-    """The directions that a key head and its query heads share."""
+    """Random directions from which the rows of a key head and its query heads are made."""
 
     def __init__(self, head_dim: int, recipe: Recipe, generator: torch.Generator) -> None:
         self.recipe, self.generator = recipe, generator

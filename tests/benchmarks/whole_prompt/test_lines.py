@@ -1,4 +1,4 @@
-"""Tests masses of vertical and slash lines, CPU form and kernel, and the baselines MInference and
+"""Tests masses of vertical and slash lines, CPU version and kernel, and the baselines MInference and
 FlexPrefill.
 
 Masses are compared entry by entry, relative to each entry, so that small masses count, too. Shape suffixes
@@ -82,7 +82,7 @@ def assert_masses_equal_the_cpu_form(x: AttentionInput, queries: int, factor: fl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("queries", "head_dim"), [(64, 64), (64, 128), (128, 64), (128, 128), (128, 16)])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (4, 2)])
-def test_line_mass_kernel_equals_the_cpu_form(
+def test_line_mass_kernel_equals_the_cpu_version(
     queries: int, head_dim: int, q_heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     x = sample(343, dtype, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)

@@ -1,4 +1,4 @@
-"""Tests attention backends: CPU forms against oracles, kernels against CPU forms, and bad input.
+"""Tests attention backends: CPU versions against oracles, kernels against CPU versions, and bad input.
 
 Without a GPU, kernels run in Triton's interpreter (fp32, fp16). With a GPU they run compiled, also in bf16.
 """
@@ -170,7 +170,7 @@ def best_of(mask: TileMask, share: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dtype) -> None:
+def test_attention_kernels_equal_the_cpu_versions(shape: dict[str, int], dtype: torch.dtype) -> None:
     x = with_runs(random_input(**shape, dtype=dtype, device=DEVICE))
     y = on_cpu(x)
     with poisoned_empty():
@@ -195,7 +195,7 @@ def test_attention_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: tor
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("means", [True, False])
-def test_packed_attention_kernel_equals_the_cpu_form(dtype: torch.dtype, means: bool) -> None:
+def test_packed_attention_kernel_equals_the_cpu_version(dtype: torch.dtype, means: bool) -> None:
     x = with_runs(random_input(900, rows=260, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE))
     state = PackedRuns.empty(spec_of(x), CHUNK)
     state.extend(x.k_BGSD, CHUNK, 0.8)
@@ -207,7 +207,7 @@ def test_packed_attention_kernel_equals_the_cpu_form(dtype: torch.dtype, means: 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("critical", [0, 100, 512])
-def test_packed_kernel_uses_the_same_exact_keys_as_the_cpu_form(critical: int, head_dim: int) -> None:
+def test_packed_kernel_uses_the_same_exact_keys_as_the_cpu_version(critical: int, head_dim: int) -> None:
     """A query block has the same exact keys in any chunk."""
     for tokens, starts in ((1700, (0, 384, 1152)), (1000, (0, 128))) if GPU else ((1700, (1152,)),):
         x = with_runs(
@@ -276,7 +276,7 @@ def test_order_of_work_items_does_not_change_the_output(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_kernel_marks_the_same_exact_tiles_as_the_cpu_form(share: float) -> None:
+def test_kernel_marks_the_same_exact_tiles_as_the_cpu_version(share: float) -> None:
     x = random_input(900, q_heads=2, kv_heads=1, head_dim=16, device=DEVICE)
     mask = random_mask(x, 0.7)
     assert mask.score_BHNM is not None

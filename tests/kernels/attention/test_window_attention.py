@@ -1,4 +1,4 @@
-"""Tests sliding-window attention: the CPU form against the oracle, the kernel against the CPU form."""
+"""Tests sliding-window attention: the CPU version against the oracle, the kernel against the CPU version."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_window_attention_on_the_cpu_equals_the_oracle(window: int) -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("start", "end"), [(0, 400), (37, 300), (399, 400)])
-def test_window_kernel_equals_the_cpu_form(window: int, dtype: torch.dtype, start: int, end: int) -> None:
+def test_window_kernel_equals_the_cpu_version(window: int, dtype: torch.dtype, start: int, end: int) -> None:
     whole = random_input(400, **SMALL | {"head_dim": 64}, dtype=dtype, device=DEVICE)
     x = chunk_of(whole, start, end)
     with poisoned_empty():

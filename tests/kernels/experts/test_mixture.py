@@ -1,4 +1,4 @@
-"""Tests mixtures of experts: the CPU form and the kernels against the oracle, row by row."""
+"""Tests mixtures of experts: the CPU version and the kernels against the oracle, row by row."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ROUTINGS = ["even", "ragged", "all to the last ones"]
 
 
 def assert_routed(logits_TE: torch.Tensor, router: Router) -> None:
-    """Assert that CPU form and kernel route tokens like the oracle."""
+    """Assert that CPU version and kernel route tokens like the oracle."""
     expert_TK, share_TK = cpu_route(logits_TE, router)
     with poisoned_empty():
         routes = kernel_route(logits_TE, router)

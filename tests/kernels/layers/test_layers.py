@@ -1,4 +1,4 @@
-"""Tests fused norms, RoPE with KV cache write, activations and FP8 rows: CPU forms and kernels against
+"""Tests fused norms, RoPE with KV cache write, activations and FP8 rows: CPU versions and kernels against
 oracles, row by row, with outputs that were NaN before."""
 
 from __future__ import annotations

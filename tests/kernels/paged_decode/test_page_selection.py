@@ -1,4 +1,5 @@
-"""Tests page selection: the CPU form against a plain sort, the kernel against the CPU form, with ties."""
+"""Tests page selection: the CPU version against a plain sort, the kernel against the CPU version, with
+ties."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_page_selection_kernel_reads_a_slice_of_a_wider_buffer() -> None:
     assert torch.equal(found, expected)
 
 
-def test_dispatch_selects_the_same_pages_as_the_cpu_form() -> None:
+def test_dispatch_selects_the_same_pages_as_the_cpu_version() -> None:
     score_RP, lengths_R = scores("softmax", 2, 90), lengths_of([90, 12])
     found = page_selection.select_pages(score_RP, lengths_R, budget=16, recency=4)
     expected = cpu.select_pages(score_RP, lengths_R, budget=16, recency=4)
@@ -98,7 +99,7 @@ def test_dispatch_selects_the_same_pages_as_the_cpu_form() -> None:
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("columns", [8192, 32768, 65536])
 @pytest.mark.parametrize("kind", KINDS)
-def test_page_selection_kernel_equals_the_cpu_form_for_long_tables(kind: str, columns: int) -> None:
+def test_page_selection_kernel_equals_the_cpu_version_for_long_tables(kind: str, columns: int) -> None:
     score_RP = scores(kind, 4, columns)
     lengths_R = lengths_of([columns, columns - 1, 5000, 60])
     for budget, recency in ((64, 8), (256, 8), (4096, 0)):

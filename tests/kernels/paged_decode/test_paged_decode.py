@@ -1,4 +1,5 @@
-"""Tests paged decode attention and page scores: CPU forms against oracles, kernels against CPU forms."""
+"""Tests paged decode attention and page scores: CPU versions against oracles, kernels against CPU
+versions."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def integers(values: list[int]) -> torch.Tensor:
 
 
 def fp32(x: PagedInput) -> PagedInput:
-    """Convert x to fp32, from which the CPU form computes the expected output."""
+    """Convert x to fp32, from which the CPU version computes the expected output."""
     return replace(x, q_RHD=x.q_RHD.float(), k_PSGD=x.k_PSGD.float(), v_PSGD=x.v_PSGD.float())
 
 
@@ -102,7 +103,7 @@ def test_sparse_decode_on_the_cpu_attends_only_to_selected_pages() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), SHAPES)
-def test_paged_attention_kernel_equals_the_cpu_form(
+def test_paged_attention_kernel_equals_the_cpu_version(
     q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     lengths = [8192, 4097, 4080, 1] if GPU else [1, 100, 144]
@@ -122,7 +123,7 @@ def test_paged_attention_kernel_equals_the_cpu_form(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), SHAPES)
-def test_sparse_paged_attention_kernel_equals_the_cpu_form(
+def test_sparse_paged_attention_kernel_equals_the_cpu_version(
     q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     x = make([100, 144, 5], Shape(q_heads, kv_heads, head_dim, dtype=dtype), sharpness=2.0)

@@ -1,5 +1,5 @@
-"""Tests paged decode attention over an int8 KV cache: the CPU form against the oracle, the kernel against the
-CPU form."""
+"""Tests paged decode attention over an int8 KV cache: the CPU version against the oracle, the kernel against
+the CPU version."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_int8_paged_attention_on_the_cpu_equals_the_oracle() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), SHAPES)
-def test_int8_paged_attention_kernel_equals_the_cpu_form(
+def test_int8_paged_attention_kernel_equals_the_cpu_version(
     q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     lengths = [8192, 4097, 4080, 1] if GPU else [1, 100, 144]
@@ -88,7 +88,7 @@ def test_int8_paged_attention_kernel_equals_the_cpu_form(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), SHAPES)
-def test_sparse_int8_kernel_equals_the_cpu_form(
+def test_sparse_int8_kernel_equals_the_cpu_version(
     q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     x = in_8_bits(make([100, 144, 5], Shape(q_heads, kv_heads, head_dim, dtype=dtype), sharpness=2.0))

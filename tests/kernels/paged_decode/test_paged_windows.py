@@ -1,4 +1,4 @@
-"""Tests sliding-window decode attention: CPU forms against the oracle, kernels against CPU forms."""
+"""Tests sliding-window decode attention: CPU versions against the oracle, kernels against CPU versions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_paged_window_attention_on_the_cpu_equals_the_oracle(window: int, int8: 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_window_kernel_equals_the_cpu_form_and_reads_no_older_keys(
+def test_window_kernel_equals_the_cpu_version_and_reads_no_older_keys(
     window: int, dtype: torch.dtype, head_dim: int
 ) -> None:
     lengths = [8192, 4097, 300, 1] if GPU else LENGTHS
@@ -63,7 +63,7 @@ def test_window_kernel_equals_the_cpu_form_and_reads_no_older_keys(
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_int8_kernel_equals_the_cpu_form_inside_a_window(window: int, head_dim: int) -> None:
+def test_int8_kernel_equals_the_cpu_version_inside_a_window(window: int, head_dim: int) -> None:
     x = replace(in_8_bits(make(LENGTHS, Shape(4, 2, head_dim, dtype=DTYPES[0]))), window=window)
     with poisoned_empty():
         out_RHD, lse_RH = launch.paged_attention(x, CUT)

@@ -1,5 +1,5 @@
-"""Tests selection rules: the CPU form against the oracle, the kernel against the CPU form, ties and edge
-cases."""
+"""Tests selection rules: the CPU version against the oracle, the kernel against the CPU version, ties and
+edge cases."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_rules_on_the_cpu_equal_the_oracle(kind: Kind, sink: int, window: int, o
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "first"), [(5, 0), (3, 30), (1, 40)])
 @pytest.mark.parametrize(("sink", "window", "outside"), FORCED[::3])
-def test_rule_kernel_equals_the_cpu_form(
+def test_rule_kernel_equals_the_cpu_version(
     kind: Kind, rows: int, first: int, sink: int, window: int, outside: bool
 ) -> None:
     score = torch.rand(2, 3, rows, first + rows, device=DEVICE) ** 6

@@ -1,4 +1,4 @@
-"""Tests the selectors' CPU forms against oracles, and properties of every selector.
+"""Tests the selectors' CPU versions against oracles, and properties of every selector.
 
 Shape suffixes are those of `kernels.interface`.
 """

@@ -1,4 +1,4 @@
-"""Tests selector kernels against their CPU forms, row by row, and in chunks.
+"""Tests selector kernels against their CPU versions, row by row, and in chunks.
 
 Scores are compared in place of masks, because rounding may move a score across the threshold. Masks are
 compared exactly with those that follow from the kernel's scores. Shape suffixes are those of
@@ -76,7 +76,7 @@ def kernel_mask(selector: ScoredSelector, x: AttentionInput) -> TileMask:
         *((name, torch.float32) for name in ("antidiagonal", "anchors")),
     ],
 )
-def test_selector_kernels_equal_the_cpu_forms(name: str, dtype: torch.dtype) -> None:
+def test_selector_kernels_equal_the_cpu_versions(name: str, dtype: torch.dtype) -> None:
     x = sample(300, dtype, batch=2 if name == "anchors" else 1)
     if name in IN_EIGHT_BITS:
         x = replace(x, q_BHTD=eight_bits(x.q_BHTD), k_BGSD=eight_bits(x.k_BGSD))
@@ -90,7 +90,9 @@ def test_selector_kernels_equal_the_cpu_forms(name: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (4, 1), (8, 1)])
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors"])
-def test_kernel_scores_equal_the_cpu_form_for_any_query_group(name: str, q_heads: int, kv_heads: int) -> None:
+def test_kernel_scores_equal_the_cpu_version_for_any_query_group(
+    name: str, q_heads: int, kv_heads: int
+) -> None:
     x = sample(200, q_heads=q_heads, kv_heads=kv_heads, head_dim=16)
     selector = SCORED[name]()
     expected_BHNM = selector.cpu_scores(x, selector.new_state(spec_of(x)), no_phase)
@@ -98,7 +100,7 @@ def test_kernel_scores_equal_the_cpu_form_for_any_query_group(name: str, q_heads
 
 
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors", "anchors_fewest"])
-def test_kernel_scores_equal_the_cpu_form_for_heads_of_256_channels(name: str) -> None:
+def test_kernel_scores_equal_the_cpu_version_for_heads_of_256_channels(name: str) -> None:
     """Gemma has such heads. Kernels use other tile sizes for them."""
     x = sample(300, torch.float16, q_heads=2, head_dim=256)
     if name in IN_EIGHT_BITS:
@@ -151,7 +153,7 @@ def test_scoring_in_slabs_does_not_change_the_mask(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors", "anchors_centred"])
 @pytest.mark.parametrize("kind", ["duplicates", "zeros", "large", "absurd", "one token"])
-def test_kernel_scores_equal_the_cpu_form_for_degenerate_rows(name: str, kind: str) -> None:
+def test_kernel_scores_equal_the_cpu_version_for_degenerate_rows(name: str, kind: str) -> None:
     x = sample(200, q_heads=1, head_dim=16)
     if kind == "one token":
         x = chunk_of(sample(129, q_heads=1, head_dim=16), 128, 129)
@@ -173,7 +175,7 @@ def test_kernel_scores_equal_the_cpu_form_for_degenerate_rows(name: str, kind: s
 
 @pytest.mark.parametrize("relax", [None, 0.3])
 @pytest.mark.parametrize("bias", [None, 0.0, 20.0])
-def test_anchor_slots_of_the_kernel_equal_the_cpu_form(relax: float | None, bias: float | None) -> None:
+def test_anchor_slots_of_the_kernel_equal_the_cpu_version(relax: float | None, bias: float | None) -> None:
     """bias: Constant added to some channels of all rows. With a bias, `centred` is set."""
     x = sample(300, torch.float16).k_BGSD[:, :, :, :]
     x[0, 0, 140:150] = 0.0

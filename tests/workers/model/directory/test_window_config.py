@@ -119,8 +119,7 @@ def test_qwen_has_windows_in_the_same_layers_as_in_transformers(
 
 
 def test_refuses_dual_chunk_attention_beyond_one_chunk(tmp_path: Path) -> None:
-    """Qwen2.5-1M was trained with dual chunk attention, but transformers ignores this key of its
-    config.json."""
+    """Qwen2.5-1M was trained with dual chunk attention, which transformers does not compute."""
     chunks = {"chunk_size": 65536, "local_size": 8192, "original_max_position_embeddings": 65536}
     raw = QWEN | {"use_sliding_window": False, "dual_chunk_attention_config": chunks}
     with pytest.raises(ModelError, match=r"dual_chunk_attention_config: .*beyond 65536 tokens"):
