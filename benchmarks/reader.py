@@ -136,7 +136,7 @@ class Reader:
         return Reading(torch.cat(tails)[-tail:], density, 1e3 * sum(timer.seconds().values()))
 
     def next_token(self, ids: Sequence[int]) -> int:
-        """Append ids and return the likeliest next token."""
+        """Append ids with full attention and return the most likely next token."""
         return int(self.next_logits(ids).argmax())
 
     def next_logits(self, ids: Sequence[int]) -> torch.Tensor:

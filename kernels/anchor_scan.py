@@ -153,7 +153,7 @@ def is_close(dot, square_a, square_b, cos):
 
 @triton.jit
 def next_far(x_RD, square_R, rows, cos):
-    """For each of BLOCK rows, find the first later row that is far from it, BLOCK if none. The block has
+    """For each row of a block, find the first later row that is not close to it, BLOCK if none. The block has
     `rows` rows.
     """
     row_R = tl.arange(0, _BLOCK)

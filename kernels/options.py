@@ -96,7 +96,7 @@ class AntidiagonalOptions(ScoredOptions):
 
 @dataclass(frozen=True)
 class AnchorsOptions(ScoredOptions):
-    """DPXA (DeltaAttention, section 4.3) as docs/decisions/0003 and 0008 change it."""
+    """DPXA (DeltaAttention, section 4.3) with the changes of docs/decisions/0003 and 0008."""
 
     tau: float = option(0.8, *_TAU)
     outside: bool = option(True, *_OUTSIDE)

@@ -326,7 +326,7 @@ def apart(found: Sequence[Row], recorded: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Gate:
-    """Bounds for every row of a case: (figure, sign, bound)."""
+    """Bounds that every row of a case must satisfy: (name of the number, sign, bound)."""
 
     case: str
     bounds: tuple[tuple[str, str, float], ...]

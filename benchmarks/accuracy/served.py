@@ -172,7 +172,7 @@ def _ask(
 
 
 def rows(found: Sequence[Answers], cases: Sequence[Case], task: str) -> list[Row]:
-    """Make a row for each case over its documents, paired with the first case."""
+    """Make a row for each case over its documents, compared with the first case."""
     of = {case: [one for one in found if one.case == case] for case in cases}
     return [{"task": task, **_row(case, of[case], of[cases[0]])} for case in cases]
 

@@ -61,7 +61,7 @@ def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor, window: int = 0
 
 
 def kernel_attend(x: AttentionInput, window: int = 0) -> torch.Tensor:
-    """Compute `cpu_attend` on the GPU. Scores are float32; weights are rounded to q's type."""
+    """Compute `cpu_attend` on the GPU. Scores are float32; softmax weights are rounded to q's dtype."""
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), window=window)
     return out_BHTD

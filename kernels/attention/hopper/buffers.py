@@ -34,7 +34,7 @@ class Buffers(NamedTuple):
 
 @gluon.jit
 def new_buffers(q, k, v, weight, PLAN: gl.constexpr):
-    """Allocate the buffers. q, k, v, weight: descriptors of the sources."""
+    """Allocate the buffers. q, k, v, weight: TMA descriptors of the tensors to load."""
     STAGES: gl.constexpr = PLAN.stages
     READERS: gl.constexpr = PLAN.warpgroups
     QUERIES: gl.constexpr = PLAN.warpgroups * PLAN.query_buffers

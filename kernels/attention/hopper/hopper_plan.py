@@ -1,4 +1,4 @@
-"""Compile-time choices of the Hopper attention kernel, with their reasons."""
+"""Compile-time choices of the Hopper attention kernel."""
 
 from dataclasses import dataclass
 from functools import cache

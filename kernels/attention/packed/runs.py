@@ -74,5 +74,6 @@ class PackedRuns:
 
 
 def packed_chunks(first_block: int, query_blocks: int, critical: int, chunk: int) -> list[int]:
-    """Count, for each query block, the pack chunks that end at least `critical` tokens before it."""
+    """Return, for each query block, the number of pack chunks that end at least `critical` tokens before
+    it."""
     return [max(0, (first_block + n) * BLOCK - critical) // chunk for n in range(query_blocks)]

@@ -59,7 +59,7 @@ class Out(NamedTuple):
 
 
 class ScoreWork(NamedTuple):
-    """Sizes of one launch. The slab is query blocks first_row_block .. + slab_blocks of the chunk."""
+    """Sizes of one launch. It scores slab_blocks query blocks of the chunk, from first_row_block on."""
 
     kv_heads: gl.tensor
     group: gl.tensor

@@ -134,7 +134,8 @@ def kernel_summarise(
     place: int,
     first_block: int,
 ) -> None:
-    """Fill `table` from block `place` on. x begins at the prompt's block `first_block`."""
+    """Fill the anchor slots of x's blocks, in `table` from block `place` on. x begins at the prompt's block
+    `first_block`."""
     batch, kv_heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
     blocks, levels = -(-rows // BLOCK), 1 if side.relax is None else 2

@@ -100,7 +100,7 @@ def test_kernel_scores_equal_the_cpu_version_for_any_query_group(
 
 
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors", "anchors_fewest"])
-def test_kernel_scores_equal_the_cpu_version_for_heads_of_256_channels(name: str) -> None:
+def test_kernel_scores_equal_the_cpu_version_for_256_channels(name: str) -> None:
     """Gemma has such heads. Kernels use other tile sizes for them."""
     x = sample(300, torch.float16, q_heads=2, head_dim=256)
     if name in IN_EIGHT_BITS:
