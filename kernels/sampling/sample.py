@@ -92,6 +92,21 @@ def sample(
     return ids_R, logprob_RV.gather(1, ids_R[:, None])[:, 0]
 
 
+def add_top(
+    logits_RV: torch.Tensor, ids_R: torch.Tensor, logprob_R: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append the `count` likeliest tokens of the unmodified distribution to each row's chosen one.
+
+    Returns:
+        Ids and log-probabilities, 1 + count of each for a row, in one dimension.
+    """
+    if not count:
+        return ids_R, logprob_R
+    top = logits_RV.to(torch.float32).log_softmax(-1).topk(min(count, logits_RV.shape[1]))
+    both = torch.cat((ids_R[:, None], top.indices), 1), torch.cat((logprob_R[:, None], top.values), 1)
+    return both[0].flatten(), both[1].flatten()
+
+
 def _constrain(logits_RV: torch.Tensor, allowed_RW: torch.Tensor) -> torch.Tensor:
     """Set the logits of tokens that a row may not choose to -inf."""
     bits_32 = torch.arange(32, dtype=torch.int32, device=logits_RV.device)

@@ -16,7 +16,10 @@ from deltafront.service.errors import InvalidArgument
 from deltafront.service.request import calls
 from deltafront.workers.messages.requests import PageSelection
 
-_OPTIONAL = ("min_p", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_OPTIONAL = (
+    *("min_p", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    "top_logprobs",
+)
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or messages ({"role": …, "content": …})."""
 
@@ -56,6 +59,7 @@ class GenerateOptions(PrefillOptions, total=False):
         session_id, append: A session from `prefill` and the text or messages after it, in place of a prompt.
         max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, min_p, min_tokens, stop_token_ids,
             logit_bias, frequency_penalty, presence_penalty, repetition_penalty: As in vLLM's SamplingParams.
+        top_logprobs: Number of likeliest tokens in each `Token.top`.
         page_selection: `full` or `delta`. By default the server's.
         recompute_blocks: Number of blocks to recompute densely after sparse prefill. By default the server's.
         json_schema, regex, grammar: At most one, which the answer follows. A grammar is llguidance's Lark, or
@@ -78,6 +82,7 @@ class GenerateOptions(PrefillOptions, total=False):
     frequency_penalty: float | None
     presence_penalty: float | None
     repetition_penalty: float | None
+    top_logprobs: int | None
     page_selection: str
     recompute_blocks: int | None
     json_schema: Mapping[str, Any] | None

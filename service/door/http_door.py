@@ -43,7 +43,7 @@ from deltafront.service.errors import Cancelled, DeltafrontError, Overloaded, To
 from deltafront.service.request.answers import GenerateFinished, RequestEvent, ServerInfo
 from deltafront.service.request.calls import GenerateRequest
 from deltafront.service.request.check import is_request_id
-from deltafront.service.request.handler import RequestHandler
+from deltafront.service.request.handler import RequestHandler, internal_error
 from deltafront.service.request.text.text_budget import HeldText
 from deltafront.service.request.text.tool_calls import ToolCallParser
 from deltafront.workers.messages.events import Progress, Token, Usage
@@ -157,6 +157,9 @@ class _Completions:
                 form = self.requests.tool_format if generate.tools is not None else None
                 if form is not None:
                     reply = replace(reply, calls=ToolCallParser(form))
+                if generate.sampling.top_logprobs is not None:
+                    made = self.endpoint.logprobs(self.requests.token_bytes, generate.sampling.top_logprobs)
+                    reply = replace(reply, logprobs=made)
                 events = self.requests.run(accepted, generate)
                 del body, generate  # free the text once it is tokenised
                 watched = until_disconnect(events, receive, self.keep_alive_s)
@@ -211,7 +214,7 @@ async def _answer(reply: Reply, events: AsyncIterator[RequestEvent | None]) -> J
     parts, answer = list[AnswerPart](), Json()
     async for event in events:
         if isinstance(event, Token):
-            parts += reply.parts(event.text, event.index + 1)
+            parts += reply.token_parts(event)
         elif isinstance(event, GenerateFinished):
             answer = reply.answer(parts, event)
     return answer
@@ -233,14 +236,17 @@ async def _stream(
                 await stream.send_json(reply.first_chunks(usage))
             elif isinstance(event, Token):
                 usage = usage and replace(usage, completion_tokens=event.index + 1)
-                await stream.send_json(reply.chunks(reply.parts(event.text, event.index + 1), usage))
+                await stream.send_json(reply.chunks(reply.token_parts(event), usage))
             elif isinstance(event, GenerateFinished):
                 await stream.send_json(reply.last_chunks(event, options))
         await stream.write(b"data: [DONE]\n\n")
-    except DeltafrontError as error:
+    except ClientDisconnect:
+        raise
+    except Exception as error:
         if not stream.started:
             raise
-        await stream.send_json([error_body(error, reply.endpoint.source, reply.positions)])
+        told = error if isinstance(error, DeltafrontError) else internal_error()
+        await stream.send_json([error_body(told, reply.endpoint.source, reply.positions)])
     await stream.end()
 
 

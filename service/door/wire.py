@@ -20,7 +20,7 @@ from deltafront.service.errors import InvalidArgument
 from deltafront.service.request import answers, calls
 from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, RequestEvent
 from deltafront.service.request.calls import check_count
-from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
+from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, TokenLogprob, Usage
 from deltafront.workers.messages.requests import PageSelection
 
 _Message = TypeVar("_Message", bound=Message)
@@ -56,6 +56,7 @@ _KINDS: Mapping[type[Message], type[Any]] = {
     pb.Constraint: calls.Constraint,
     pb.Progress: Progress,
     pb.Token: Token,
+    pb.TokenLogprob: TokenLogprob,
     pb.PrefillResult: PrefillFinished,
     pb.Finish: GenerateFinished,
     pb.Session: Session,
@@ -83,7 +84,10 @@ def generate_request(request: calls.GenerateRequest) -> pb.GenerateRequest:
 
 def response(kind: type[_Message], event: RequestEvent) -> _Message:
     """Make the response message of an event. Raises ValueError for an event that this rpc does not send."""
-    name, frequent = _EVENTS[type(event)], isinstance(event, Progress | Token)  # without fields of _FORMS
+    name = _EVENTS[type(event)]
+    frequent = isinstance(event, Progress) or (
+        isinstance(event, Token) and not event.top
+    )  # nothing of _FORMS
     return kind(**{name: vars(event) if frequent else _to_wire(kind, name, event, name)})
 
 
@@ -234,6 +238,10 @@ _FORMS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "expires": (partial(_moment, Timestamp), lambda expires: expires.ToMicroseconds() / _MICRO),
     "stop": (tuple, tuple),
     "stop_token_ids": (tuple, tuple),
+    "top": (
+        lambda tops: [pb.TokenLogprob(**vars(one)) for one in tops],
+        lambda tops: tuple(map(read, tops)),
+    ),
     "page_selection": (_PAGE_SELECTIONS.__getitem__, _read_selection),
     "reason": (_REASONS.__getitem__, lambda number: _READ_REASONS.get(number, FinishReason.OTHER)),
     "parts": (_parts, _read_parts),

@@ -76,6 +76,7 @@ class SamplingParams:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
+    top_logprobs: int | None = None
 
 
 @dataclass(frozen=True)

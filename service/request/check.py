@@ -36,6 +36,7 @@ _MAX_OPTIONS = 256
 _MAX_TOP_K = 1 << 20
 _MAX_IDS = 1024
 _MAX_BIAS = 100
+MAX_TOP_LOGPROBS = 20
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "temperature": float,
     "top_p": float,
@@ -281,6 +282,8 @@ def _check_sampling(sampling: Sampling) -> None:
     penalty = sampling.repetition_penalty
     above = math.isfinite(penalty) and penalty > 0
     _require(above, "sampling.repetition_penalty", f"{penalty} must be a number above 0")
+    bounds = f"{sampling.top_logprobs} must be between 0 and {MAX_TOP_LOGPROBS}"
+    _require(0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS, "sampling.top_logprobs", bounds)
     fits = 0 <= sampling.min_tokens <= sampling.max_tokens
     bounds = f"{sampling.min_tokens} must be between 0 and max_tokens, {sampling.max_tokens}"
     _require(fits, "sampling.min_tokens", bounds)

@@ -35,6 +35,7 @@ from deltafront.service.request.check import Limits, checked_call, is_request_id
 from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.run.request_run import RequestRun
 from deltafront.service.request.text.text_budget import TextBudget
+from deltafront.service.request.text.token_bytes import TokenBytes
 from deltafront.service.request.text.tokenizer import TemplateError
 from deltafront.service.request.text.tool_calls import ToolFormat
 from deltafront.service.request.ttft_clock import TtftClock
@@ -113,6 +114,10 @@ class RequestHandler:
         return self._resources.tokenizer.tool_format
 
     @property
+    def token_bytes(self) -> TokenBytes:
+        return self._resources.tokenizer.token_bytes
+
+    @property
     def marks_reasoning(self) -> bool:
         return self._resources.settings.reasoning == "think"
 
@@ -186,7 +191,7 @@ class RequestHandler:
             outcome = error
             raise
         except Exception:
-            outcome = _internal_error()
+            outcome = internal_error()
             raise outcome from None
         finally:
             conclude(outcome)
@@ -294,11 +299,11 @@ async def _outcome(task: asyncio.Task[None]) -> DeltafrontError | None:
             raise  # the consumer was cancelled, not the run
         return Cancelled("the request was cancelled")
     except Exception:
-        return _internal_error()
+        return internal_error()
     return None
 
 
-def _internal_error() -> Internal:
+def internal_error() -> Internal:
     """Log the current exception, and hide it from the client."""
     log.exception("a request failed")
     return Internal("the service failed; its log says why")

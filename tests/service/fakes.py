@@ -28,6 +28,7 @@ from deltafront.workers.messages.events import (
     Session,
     SessionKept,
     Token,
+    TokenLogprob,
 )
 from deltafront.workers.messages.prompts import PromptKey, links_of
 from deltafront.workers.messages.requests import (
@@ -70,6 +71,11 @@ def follow(grammar: GrammarState | None, token: int) -> int:
 
 def _ends(sampling: Sampling, token: int) -> bool:
     return token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos)
+
+
+def _top(token: int, count: int) -> tuple[TokenLogprob, ...]:
+    """Return the token itself and the ids after it, each less likely."""
+    return tuple(TokenLogprob(token_id=(token + n) % 256, logprob=-0.5 - n) for n in range(count))
 
 
 def pages(tokens: int) -> int:
@@ -377,7 +383,7 @@ class FakeDecode(Pausing):
             token = self.script[place] if place < len(self.script) else next_token(ids)
             token = follow(grammar, token)
             ids += token.to_bytes(4, "little")
-            yield Token(index=count, token_id=token, logprob=-0.5)
+            yield Token(index=count, token_id=token, logprob=-0.5, top=_top(token, job.sampling.top_logprobs))
             count += 1
             if grammar.ended if grammar else _ends(job.sampling, token):
                 reason = FinishReason.STOP

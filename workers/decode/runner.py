@@ -15,7 +15,7 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import Attention, AttentionInput, StateSpec
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import method_spec
-from deltafront.kernels.sampling.sample import sample
+from deltafront.kernels.sampling.sample import add_top, sample
 from deltafront.workers.decode.decode_attention import BatchRows, LayerPlan, StepAttention
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.step_rows import (
@@ -151,7 +151,8 @@ class DecodeRunner:
         positions_R = torch.tensor([row.length for row in rows], device=self.stack.device)
         sampling = sampling_rows(rows, logits_RV.shape[1], self.stack.device, masks)
         ids_R, logprob_R = sample(logits_RV, sampling, positions_R)
-        return LaunchedStep(ids_R, logprob_R, [(0, 0)] * len(rows)).chosen()
+        chosen = add_top(logits_RV, ids_R, logprob_R, _most_top(rows))
+        return LaunchedStep(*chosen, [(0, 0)] * len(rows)).chosen()
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
@@ -307,7 +308,7 @@ class DecodeRunner:
         ids_R, logprob_R = sample(logits_RV[:count], self._rows.constrain(batch, masks), lengths_R)
         batch.ids_R[:count].copy_(ids_R)
         read = [self._plan.pages_read(row.length + 1, row.selects_pages) for row in rows]
-        return LaunchedStep(ids_R, logprob_R, read)
+        return LaunchedStep(*add_top(logits_RV[:count], ids_R, logprob_R, _most_top(rows)), read)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         positions_R = batch.lengths_R
@@ -336,6 +337,10 @@ class DecodeRunner:
         if not self.asynchronous:
             return
         self._graphs = StepGraphs(self._forward, self._rows.padding(self._plan.calibrated))
+
+
+def _most_top(rows: Sequence[Row]) -> int:
+    return max(row.sampling.top_logprobs for row in rows)
 
 
 def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:

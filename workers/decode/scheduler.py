@@ -291,16 +291,21 @@ class DecodeScheduler:
             return
         if request.produced == 0:
             self._before_first(request)
+        assert request.job is not None
+        sampling = request.job.sampling
         request.events.put_nowait(
-            Token(index=request.produced, token_id=choice.token, logprob=choice.logprob)
+            Token(
+                index=request.produced,
+                token_id=choice.token,
+                logprob=choice.logprob,
+                top=choice.top[: sampling.top_logprobs],
+            )
         )
         request.token = choice.token
         request.answer_ids.append(choice.token)
         request.produced += 1
         if request.produced == 1:
             request.cache_prefix()
-        assert request.job is not None
-        sampling = request.job.sampling
         complete = grammar is not None and grammar.ended
         ends = choice.token in self._eos_ids and not sampling.ignore_eos
         if complete or ends or choice.token in sampling.stop_token_ids:

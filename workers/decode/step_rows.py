@@ -12,6 +12,7 @@ import torch
 from deltafront.kernels.layers.to_host import choices_to_host
 from deltafront.kernels.sampling.sample import SamplingRows
 from deltafront.workers.decode.sampling.row_options import AnswerSoFar, logit_options
+from deltafront.workers.messages.events import TokenLogprob
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.grammars import Mask
 
@@ -223,24 +224,31 @@ class SampledToken:
 
     Attributes:
         pages_attended, pages_held: Pages that sparse layers attended to, and all pages of these layers.
+        top: The likeliest tokens, as many as any row of the batch asks for.
     """
 
     token: int
     logprob: float
     pages_attended: int = 0
     pages_held: int = 0
+    top: tuple[TokenLogprob, ...] = ()
 
 
 class LaunchedStep:
-    """A launched decode step. Its sampled tokens are being copied to the host."""
+    """A launched decode step. Its sampled tokens are being copied to the host.
+
+    Args:
+        ids_R, logprob_R: As `add_top` returns them: perhaps several for each row.
+        read: A pair of counts for each row.
+    """
 
     def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:
-        self._read, rows = read, len(read)
+        self._read, count = read, len(ids_R)
         self._written: Any = None
         if ids_R.is_cuda:
             # Torch may reuse this buffer while an abandoned step still writes to it. The next step writes
             # later, since both run on one stream.
-            self._chosen_R2 = torch.empty(max(rows, _ROOM), 2, dtype=torch.float64, pin_memory=True)[:rows]
+            self._chosen_R2 = torch.empty(max(count, _ROOM), 2, dtype=torch.float64, pin_memory=True)[:count]
             choices_to_host(ids_R, logprob_R, self._chosen_R2)
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._written.record()
@@ -251,8 +259,16 @@ class LaunchedStep:
         """Wait for this step, but not for later ones, and return its tokens."""
         if self._written is not None:
             self._written.synchronize()
-        chosen = zip(self._chosen_R2.tolist(), self._read, strict=True)
-        return [SampledToken(int(token), logprob, *pages) for (token, logprob), pages in chosen]
+        values = [(int(token), logprob) for token, logprob in self._chosen_R2.tolist()]
+        each = len(values) // max(1, len(self._read))
+        return [
+            SampledToken(*values[row * each], *pages, top=_top(values[row * each + 1 : (row + 1) * each]))
+            for row, pages in enumerate(self._read)
+        ]
+
+
+def _top(values: Sequence[tuple[int, float]]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token_id=token, logprob=logprob) for token, logprob in values)
 
 
 class StepGraphs:

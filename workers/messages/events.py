@@ -96,6 +96,12 @@ class PrefillDone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Token:
     """One token of the answer.
 
@@ -103,12 +109,14 @@ class Token:
         index: Counts from 0.
         logprob: The token's natural log probability, before temperature, top_p and top_k.
         text: Set by the API server; empty while a character or a stop string is incomplete.
+        top: The likeliest tokens at this place, the likeliest first, as many as the request asks for.
     """
 
     index: int
     token_id: int
     logprob: float
     text: str = ""
+    top: tuple[TokenLogprob, ...] = ()
 
 
 class FinishReason(StrEnum):

@@ -38,6 +38,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    top_logprobs: int = 0
 
     @property
     def changes_logits(self) -> bool:

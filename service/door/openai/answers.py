@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deltafront.service.door.json_body import NotJson, UnknownModel
+from deltafront.service.door.openai.logprobs import ChatLogprobs, Logprobs, TextLogprobs
 from deltafront.service.door.openai.requests import StreamOptions, read_chat, read_text
 from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter
 from deltafront.service.errors import (
@@ -24,8 +25,9 @@ from deltafront.service.errors import (
 )
 from deltafront.service.request.answers import GenerateFinished, ServerInfo
 from deltafront.service.request.calls import GenerateRequest
+from deltafront.service.request.text.token_bytes import TokenBytes
 from deltafront.service.request.text.tool_calls import CallPart, ToolCallParser
-from deltafront.workers.messages.events import FinishReason, Usage
+from deltafront.workers.messages.events import FinishReason, Token, Usage
 
 Json = dict[str, Any]
 
@@ -42,6 +44,7 @@ class Endpoint:
     first_delta: Json | None
     answer: Callable[[AnswerPart], Json]
     delta: Callable[[AnswerPart], Json]
+    logprobs: Callable[[TokenBytes, int], Logprobs]
 
 
 def _reasoning(part: AnswerPart) -> Json:
@@ -83,6 +86,7 @@ CHAT = Endpoint(
     delta=lambda part: {
         "delta": ({"content": part.content} if part.content else {}) | _reasoning(part) | _call_deltas(part)
     },
+    logprobs=ChatLogprobs,
 )
 TEXT = Endpoint(
     prefix="cmpl-",
@@ -93,6 +97,7 @@ TEXT = Endpoint(
     first_delta=None,
     answer=lambda part: {"text": part.content},
     delta=lambda part: {"text": part.content},
+    logprobs=TextLogprobs,
 )
 
 
@@ -104,6 +109,7 @@ class Reply:
         positions: Maximum tokens of prompt and answer together.
         reasoning: Splits reasoning from content; None: all text is content. calls: Parses tool calls; None:
             the answer may not call tools.
+        logprobs: Collects log-probabilities; None: the request asks for none.
     """
 
     endpoint: Endpoint
@@ -113,6 +119,7 @@ class Reply:
     created: int = field(default_factory=lambda: int(time.time()))
     reasoning: ReasoningSplitter | None = None
     calls: ToolCallParser | None = None
+    logprobs: Logprobs | None = None
 
     def answer(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> Json:
         """Make the response object of a complete answer. parts: all parts but the last one, which `finish`
@@ -124,16 +131,22 @@ class Reply:
             "".join(part.content for part in parts),
             tuple(call for part in parts for call in part.calls),
         )
-        choice = _choice(self.endpoint.answer(whole), self._reason(finish))
+        choice = self._choice(self.endpoint.answer(whole), self._reason(finish))
         usage = self._usage(finish.usage)
         return self._object(self.endpoint.object_type, [choice], usage=usage, **_report(finish))
 
     def first_chunks(self, usage: Usage | None) -> list[Json]:
         delta = self.endpoint.first_delta
-        return [] if delta is None else [self._chunk(_choice(delta), usage)]
+        return [] if delta is None else [self._chunk(self._choice(delta), usage)]
 
     def chunks(self, parts: Iterable[AnswerPart], usage: Usage | None) -> list[Json]:
-        return [self._chunk(_choice(self.endpoint.delta(part)), usage) for part in parts]
+        return [self._chunk(self._choice(self.endpoint.delta(part)), usage) for part in parts]
+
+    def token_parts(self, token: Token) -> list[AnswerPart]:
+        """Take a token. Its log-probability comes with the next part, its own or a later one."""
+        if self.logprobs is not None:
+            self.logprobs.add(token)
+        return self.parts(token.text, token.index + 1)
 
     def parts(self, text: str, tokens: int, last: bool = False) -> list[AnswerPart]:
         """Split text into reasoning, content and tool calls. The parts are empty while the text is held back.
@@ -157,7 +170,7 @@ class Reply:
         """
         usage = finish.usage if options.continuous_usage_stats else None
         chunks = self.chunks(self.parts(finish.text, finish.usage.completion_tokens, last=True), usage)
-        empty = _choice(self.endpoint.delta(AnswerPart()), self._reason(finish))
+        empty = self._choice(self.endpoint.delta(AnswerPart()), self._reason(finish))
         chunks += [self._chunk(empty, usage, **_report(finish))]
         if options.include_usage:
             chunks += [self._object(self.endpoint.chunk_type, [], usage=self._usage(finish.usage))]
@@ -184,13 +197,13 @@ class Reply:
             **({"completion_tokens_details": told} if told else {}),
         }
 
+    def _choice(self, content: Json, reason: str | None = None) -> Json:
+        logprobs = None if self.logprobs is None else self.logprobs.take()
+        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
+
     def _object(self, object_type: str, choices: list[Json], **more: Any) -> Json:
         head = {"id": self.request_id, "object": object_type, "created": self.created, "model": self.model}
         return {**head, "choices": choices, **more}
-
-
-def _choice(content: Json, reason: str | None = None) -> Json:
-    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
 
 def _with_calls(calls: ToolCallParser, part: AnswerPart) -> list[AnswerPart]:

@@ -14,6 +14,7 @@ from pydantic import FailFast, Field
 
 from deltafront.service.door.json_body import UNSUPPORTED, BodyRules, show
 from deltafront.service.door.openai.formats import read_constraint
+from deltafront.service.door.openai.logprobs import chat_top, text_top
 from deltafront.service.door.openai.sampling import SamplingFields, Strict
 from deltafront.service.door.openai.tools import call_id, read_calls, read_tools
 from deltafront.service.errors import InvalidArgument
@@ -33,7 +34,6 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False, 0),
     "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -129,12 +129,15 @@ class _ChatFields(_CommonFields):
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
+    logprobs: Any = None
+    top_logprobs: int | None = None
 
 
 class _TextFields(_CommonFields):
     prompt: Any
     special_tokens: Literal["parse", "text"] = "parse"
     add_special_tokens: bool = True
+    logprobs: Any = None
 
 
 def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
@@ -160,7 +163,8 @@ def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions |
     )
     prompt = chat(messages[:kept]) if fields.session_id is None else None
     append = chat(appended) if appended or fields.session_id is not None else None
-    return _request(fields, next(iter(limits), None), prompt, append)
+    top = chat_top(fields.logprobs, fields.top_logprobs)
+    return _request(fields, next(iter(limits), None), top, prompt, append)
 
 
 def read_text(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
@@ -172,11 +176,15 @@ def read_text(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions |
         add_special_tokens=fields.add_special_tokens,
     )
     source = (prompt, None) if fields.session_id is None else (None, prompt)
-    return _request(fields, fields.max_tokens, *source)
+    return _request(fields, fields.max_tokens, text_top(fields.logprobs), *source)
 
 
 def _request(
-    fields: _CommonFields, max_tokens: int | None, prompt: Prompt | None, append: Prompt | None
+    fields: _CommonFields,
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    prompt: Prompt | None,
+    append: Prompt | None,
 ) -> tuple[GenerateRequest, StreamOptions | None]:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options", "needs stream: true")
@@ -185,7 +193,7 @@ def _request(
         session_id=fields.session_id,
         append=append,
         attention=AttentionMethod(fields.method, fields.options),
-        sampling=fields.params(max_tokens),
+        sampling=replace(fields.params(max_tokens), top_logprobs=top_logprobs),
         page_selection=PageSelection(fields.page_selection),
         recompute_blocks=fields.recompute_blocks,
         session_ttl=fields.session_ttl_s,

@@ -95,10 +95,10 @@ def _check_piece(tokenizer: Tokenizer, piece: str, tokens: int) -> None:
 def longest_token(tokenizer: Tokenizer, state: Mapping[str, Any]) -> int:
     """Return the most bytes of text that one token can stand for. A normaliser may turn four bytes
     into one."""
-    kinds = {part["type"] for part in _components(state["pre_tokenizer"], "pretokenizers")}
+    kinds = {part["type"] for part in components(state["pre_tokenizer"], "pretokenizers")}
     size = len if "ByteLevel" in kinds else lambda token: len(token.encode())
     longest = max(map(size, tokenizer.get_vocab()), default=1)
-    return longest * (4 if _components(state["normalizer"], "normalizers") else 1)
+    return longest * (4 if components(state["normalizer"], "normalizers") else 1)
 
 
 def splits_at_spaces(tokenizer: Tokenizer, state: Mapping[str, Any]) -> bool:
@@ -108,8 +108,8 @@ def splits_at_spaces(tokenizer: Tokenizer, state: Mapping[str, Any]) -> bool:
     True for byte-level BPE, whose words begin with their space, if neither normaliser, added tokens nor BOS
     reach across a seam. False if the tokenizer has unknown parts.
     """
-    normalizers = {part["type"] for part in _components(state["normalizer"], "normalizers")}
-    splitters = _components(state["pre_tokenizer"], "pretokenizers")
+    normalizers = {part["type"] for part in components(state["normalizer"], "normalizers")}
+    splitters = components(state["pre_tokenizer"], "pretokenizers")
     kinds = {part["type"] for part in splitters}
     tokens = state["added_tokens"]
     bare, framed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -130,9 +130,9 @@ def _words_keep_their_space(tokenizer: Tokenizer, text: str) -> bool:
     return all(seam.start() in starts for seam in _SEAM.finditer(text))
 
 
-def _components(state: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]]:
+def components(state: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]]:
     if state is None:
         return []
     if state["type"] != "Sequence":
         return [state]
-    return [part for inner in state[parts] for part in _components(inner, parts)]
+    return [part for inner in state[parts] for part in components(inner, parts)]

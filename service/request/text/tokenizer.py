@@ -26,6 +26,7 @@ from deltafront.service.request.text.control_tokens import (
 )
 from deltafront.service.request.text.detokenize import Detokenizer
 from deltafront.service.request.text.pieces import TokenLimit, longest_token, splits_at_spaces, tokenised
+from deltafront.service.request.text.token_bytes import TokenBytes
 from deltafront.service.request.text.tool_calls import MARKS, ToolFormat, format_of
 from deltafront.workers.model.directory.chat_template import OURS, ChatTemplate
 from deltafront.workers.model.directory.model_files import ModelError
@@ -57,6 +58,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         state = json.loads(tokenizer.to_str())
         self._divisible = splits_at_spaces(tokenizer, state)
+        self.token_bytes = TokenBytes(tokenizer, state)
         self._special = dict(special)
         self._template = template
         self._variables: Mapping[str, Any] = {}

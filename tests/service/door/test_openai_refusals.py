@@ -81,6 +81,9 @@ BAD: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 1.1},
     "min_tokens": {"min_tokens": True},
     "min_tokens ": {"min_tokens": 6},
+    "logprobs": {"logprobs": 1},
+    "top_logprobs": {"top_logprobs": 1},
+    "top_logprobs ": {"logprobs": True, "top_logprobs": 21},
     "stop_token_ids": {"stop_token_ids": [3, 258]},
     "stop_token_ids[0]": {"stop_token_ids": ["a"]},
     "logit_bias": {"logit_bias": {"258": 1}},
@@ -136,13 +139,13 @@ def test_refuses_a_body_that_is_not_a_json_object(address: str, body: bytes) -> 
 
 
 def test_refuses_unsupported_fields_by_name(house: House, api: openai.OpenAI) -> None:
-    unsupported = {"logprobs": True, "top_logprobs": 2, "store": True,
+    unsupported = {"store": True,
                    "reasoning_effort": "low", "audio": {}}  # fmt: skip
     for name, value in unsupported.items():
         error = refusal(lambda: chat(api, extra_body={name: value}), openai.BadRequestError)  # noqa: B023
         told = "is not supported by this server: leave it out"
         assert (error["param"], error["message"]) == (name, f"{name}: {told}")
-    for name, value in {"logprobs": 1, "echo": True, "best_of": 2, "suffix": "x"}.items():
+    for name, value in {"logprobs": 21, "echo": True, "best_of": 2, "suffix": "x"}.items():
         error = refusal(lambda: complete(api, extra_body={name: value}), openai.BadRequestError)  # noqa: B023
         assert error["param"] == name
     assert not house.group.jobs
