@@ -1,8 +1,8 @@
-"""A GPU that computes nothing: tensors without memory, and kernels that are named instead of compiled.
+"""A fake GPU that computes nothing: tensors have no memory, and kernels are recorded instead of compiled.
 
-With it, code for a GPU runs on any machine up to each launch of a kernel, so that a test can ask which
-kernels would be compiled. Numbers that the host reads are zeros, and conditions are true. Triton must not be
-in its interpreter.
+Code for a GPU then runs on any machine up to each kernel launch, and a test can check which kernels would be
+compiled. Numbers that the host reads are zeros, and conditions are true. Triton must not be in its
+interpreter mode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from deltafront.kernels.launches import Launcher
 
 DEVICE = torch.device("cuda", 7)
-"""No real device has this number, so caches by device are not shared with other tests."""
+"""No real device has this index, so that caches by device are not shared with other tests."""
 _META = torch.device("meta")
 _MULTIPROCESSORS = 132
 
@@ -33,8 +33,12 @@ _is_cuda = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 class FakeGpu:
-    """reads: where the host waited for a number of the GPU's, by function, file and line. confused: kernels
-    of which a `Launcher` would have launched another form than Triton."""
+    """Records what happens on the fake GPU.
+
+    Attributes:
+        reads: The places (function, file, line) where the host waited for a value from the GPU.
+        confused: Kernels that a `Launcher` would have launched in another specialisation than Triton.
+    """
 
     reads: ClassVar[list[str]] = []
     confused: ClassVar[set[str]] = set()
@@ -49,7 +53,7 @@ class FakeGpu:
 
 
 class _Tensors(TorchFunctionMode):
-    """Makes the GPU's tensors on torch's `meta` device. They say that they are on the GPU."""
+    """Makes the GPU's tensors on torch's `meta` device. They report that they are on the GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.device:
@@ -72,11 +76,11 @@ class _Tensors(TorchFunctionMode):
                 FakeGpu.note(func.__name__)
             return _TOLD[func](args[0])
         made = func(*args, **kwargs)
-        return made.zero_() if is_pinned else made  # no kernel will write it
+        return made.zero_() if is_pinned else made  # no kernel writes to it
 
 
 def _read(x: torch.Tensor) -> torch.Tensor:
-    """Return the values that the host reads."""
+    """Return zeros in place of the values that the host reads."""
     return torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
 
 
@@ -92,7 +96,7 @@ _READS = (torch.Tensor.__bool__, torch.Tensor.tolist)
 
 
 def _on_gpu(one: Any) -> bool:
-    """Asked where the mode is off."""
+    """Called where the mode is off."""
     return isinstance(one, torch.Tensor) and bool(_device_of(one) == _META)
 
 
@@ -120,7 +124,8 @@ _CUDA = {
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[set[tuple[str, str]]]:
-    """Gives a set that fills with what would be compiled: each kernel's name and the key of the form."""
+    """Yield a set that collects what would be compiled: each kernel's name and the key of its
+    specialisation."""
     seen: set[tuple[str, str]] = set()
     forms: dict[Any, str] = {}
     asked: Any = None
@@ -138,7 +143,7 @@ def fake_gpu() -> Iterator[set[tuple[str, str]]]:
         asked = None
 
     def at_once(_pool: Any, run: Any, *args: Any) -> Future[Any]:
-        """Threads would not know of the mode."""
+        """Run work on this thread, because other threads would not be in this mode."""
         future: Future[Any] = Future()
         future.set_result(run(*args))
         return future

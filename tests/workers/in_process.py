@@ -1,5 +1,5 @@
-"""A whole prefill group and its hand-off in one process, without Ray, for tests and benchmarks: the service's
-own controller and stages, each stage on a thread."""
+"""Runs a whole prefill group and its KV hand-off in one process without Ray, for tests and benchmarks. It
+uses the service's own controller and stages, each stage on a thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class LocalReceiver(Protocol):
 
 @dataclass(frozen=True)
 class DeviceKV:
-    """The payload: one layer's chunk. ready: the CUDA event after which it may be read; None on a CPU."""
+    """A payload with one layer's KV of a chunk. `ready` is the CUDA event after which it may be read; None on
+    a CPU."""
 
     sides_T: Sides
     ready: Any = None
@@ -92,7 +93,7 @@ class InProcessStream:
         return self._check
 
     def close(self) -> bool:
-        """The payloads are copies, so no worker reads the pages."""
+        """Return True: payloads are copies, so no decode worker reads the pages."""
         self._failure = ""
         return True
 
@@ -146,7 +147,7 @@ def _now(device: torch.device) -> Any:
 
 
 class QueueActivations:
-    """Links stages on threads of one process."""
+    """Links stages that are threads of one process."""
 
     def __init__(self, before: queue.SimpleQueue[Any] | None, after: queue.SimpleQueue[Any] | None) -> None:
         self._before = before
@@ -177,7 +178,7 @@ class QueueActivations:
 
 
 class StageThread:
-    """Runs a stage's commands on a thread; a controller calls `stage`. interrupt: wakes a stage that waits
+    """Runs a stage's commands on a thread; a controller calls `stage`. `interrupt` wakes a stage that waits
     for a neighbour."""
 
     def __init__(self, stage: PrefillStage, threads: int, interrupt: Callable[[], None]) -> None:
@@ -189,7 +190,7 @@ class StageThread:
         self.stage = stand_in(Stage, "a stage of this process", self._method)
 
     def stop(self) -> None:
-        """Let commands that are still to be done raise LinkClosed."""
+        """Make all remaining commands raise LinkClosed."""
         self._stopped = True
         self._interrupt()
         self._thread.shutdown(wait=False)
@@ -221,7 +222,7 @@ class StageThread:
 
 
 class LogitsReceiver:
-    """It drops K/V and keeps each request's first logits (float32 [V])."""
+    """Drops KV, and keeps each request's first logits (float32 [V])."""
 
     def __init__(self) -> None:
         self.logits: dict[str, np.ndarray[Any, Any]] = {}
@@ -239,8 +240,8 @@ def local_controller(
     source: KVSource | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> PrefillController:
-    """Load a group into this process. Use it from one event loop, and `stop()` it. source: None where no
-    prompt is resumed."""
+    """Load a prefill group into this process. Use it from one event loop, and call `stop()` at the end.
+    `source` is None if no prompt is resumed."""
     ends: Sequence[Activations] = [NoActivations()]
     if config.stages > 1:
         ends = QueueActivations.chain(config.stages)
@@ -270,8 +271,8 @@ def run_in_process(
 ) -> tuple[PrefillReport, np.ndarray[Any, Any]]:
     """Prefill one prompt of little-endian uint32 ids.
 
-    Returns: its report, without the loading of the model, and its last logits [V].
-    Raises: PrefillFailed.
+    Returns the prompt's report, without the time to load the model, and its last logits [V]. Raises
+    PrefillFailed.
     """
     spec = model if isinstance(model, ModelSpec) else ModelSpec(path=str(model))
     config, receiver = replace(config, stream_lease_s=_NO_DOOR_S), LogitsReceiver()

@@ -1,4 +1,4 @@
-"""A decode worker's ranks as threads of one process, linked by gloo."""
+"""Runs a decode worker's ranks as threads of one process, linked by gloo."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def part(directory: Path, rank: int, ranks: int) -> LayerStack:
 
 
 def parts(directory: Path, ranks: int) -> list[LayerStack]:
-    """Linked stacks. Each waits for the others when it computes."""
+    """Return the ranks' parts of a model, linked. Each waits for the others when it computes."""
     stacks = [part(directory, rank, ranks) for rank in range(ranks)]
     link(stacks)
     return stacks
@@ -64,10 +64,10 @@ def link(stacks: Sequence[LayerStack]) -> None:
 def followers(
     stacks: Sequence[LayerStack], config: DecodeConfig, reader: ReaderMaker = ObjectStoreReader
 ) -> Iterator[list[FollowerRank]]:
-    """The ranks after the first.
+    """Start the ranks other than 0.
 
     Raises:
-        RuntimeError: one of them failed.
+        RuntimeError: One of the ranks has failed.
     """
     ranks = [FollowerRank(stack, config, reader) for stack in stacks[1:]]
     try:
@@ -81,4 +81,4 @@ def followers(
 
 
 def unused(_cache: Any, _thread: Executor) -> Any:
-    """A `ReaderMaker` for ranks that are handed nothing."""
+    """A `ReaderMaker` for ranks that receive no KV."""

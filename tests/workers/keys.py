@@ -1,4 +1,4 @@
-"""Keys of prompts, as a door makes them."""
+"""Makes prefix-cache keys as the API server does."""
 
 from __future__ import annotations
 

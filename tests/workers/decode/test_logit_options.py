@@ -1,4 +1,5 @@
-"""Bias, penalties, min_p and min_tokens against plain loops and transformers, in batches and resumed."""
+"""Compares bias, penalties, min_p and min_tokens with plain loops and transformers, in batches and in resumed
+answers."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def row(sampling: Sampling, prompt: list[int], answer: list[int], start: int = 0
 
 
 def changed(logits_V: torch.Tensor, sampling: Sampling, prompt: list[int], answer: list[int]) -> list[float]:
-    """The logits to choose from, by vLLM's definitions, token by token."""
+    """Return the changed logits by vLLM's definitions, token by token."""
     counts, found = Counter(answer), []
     for token, given in enumerate(logits_V.double().tolist()):
         logit = given + sampling.logit_bias.get(token, 0.0)
@@ -53,7 +54,7 @@ def changed(logits_V: torch.Tensor, sampling: Sampling, prompt: list[int], answe
     return found
 
 
-def test_changed_logits_match_plain_loops_for_mixed_rows() -> None:
+def test_logit_options_match_plain_loops_in_a_mixed_batch() -> None:
     logits = logits_of(5, seed=3)
     samplings = [
         Sampling(),
@@ -88,7 +89,7 @@ def test_repetition_penalty_and_min_p_match_transformers() -> None:
     assert torch.equal(kept, MinPLogitsWarper(0.2)(None, logits.clone()) > -torch.inf)
 
 
-def test_chosen_tokens_are_counted_where_they_are_chosen() -> None:
+def test_sampling_counts_its_tokens_for_later_penalties() -> None:
     logits = logits_of(1, seed=1)
     order = logits[0].argsort(descending=True).tolist()
     given = sampling_rows([row(Sampling(presence_penalty=2.0, frequency_penalty=2.0), [], [])], VOCAB, CPU)
@@ -98,7 +99,7 @@ def test_chosen_tokens_are_counted_where_they_are_chosen() -> None:
     assert chosen == [order[0], order[1], order[2], order[0]]
 
 
-def test_logprob_is_that_of_the_unchanged_distribution() -> None:
+def test_logprob_ignores_the_logit_bias() -> None:
     logits = logits_of(1)
     ids, logprobs = sample(
         logits, sampling_rows([row(Sampling(logit_bias={5: 100.0}), [], [])], VOCAB, CPU), torch.tensor([0])
@@ -113,7 +114,7 @@ def test_rows_without_options_allocate_nothing() -> None:
 
 
 def rolled(run: Any, ids: list[int], sampling: Sampling) -> list[int]:
-    """The greedy answer, from whole passes over all tokens."""
+    """Return the greedy answer, from one forward pass over all tokens for each token."""
     answer: list[int] = []
     while len(answer) < sampling.max_tokens:
         logits = torch.from_numpy(run.prefill([*ids, *answer]).logits)
@@ -140,8 +141,8 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-async def test_penalised_rows_of_a_batch_answer_as_alone(bench: Any, ahead: bool) -> None:
-    """Rows come and go, so counts are restored from the answers."""
+async def test_penalised_requests_of_a_batch_answer_as_alone(bench: Any, ahead: bool) -> None:
+    """Requests join and leave, so that counts are restored from the answers."""
     run = await bench(looks_ahead=ahead)
     prompts = [[(5 * i + seed) % 190 for i in range(20 + seed)] for seed in range(4)]
     asked = (ask(run, f"r{n}", prompts[n], OPTIONS[n]) for n in range(4))
@@ -163,7 +164,7 @@ async def test_resumed_answer_restores_its_penalty_counts(bench: Any, cut: int) 
     )
 
 
-async def test_min_tokens_holds_back_every_end_token(bench: Any) -> None:
+async def test_min_tokens_suppresses_every_end_token(bench: Any) -> None:
     run, ids = await bench(), list(range(30))
     free = (await ask(run, "a", ids, Sampling(max_tokens=12, ignore_eos=True))).ids
     stop = (free[2],)
@@ -174,7 +175,7 @@ async def test_min_tokens_holds_back_every_end_token(bench: Any) -> None:
     assert len(held.ids) >= 9 and free[2] not in held.ids[:9]
 
 
-async def test_penalised_answer_follows_its_grammar(bench: Any, grammars: Grammars) -> None:  # noqa: F811
+async def test_penalised_answer_matches_its_grammar(bench: Any, grammars: Grammars) -> None:  # noqa: F811
     run = await bench(grammars=grammars)
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
     sampling = Sampling(max_tokens=99, min_tokens=60, temperature=1.0, seed=5, **PENALTIES)

@@ -1,5 +1,4 @@
-"""A decode step launched before the one ahead of it has landed: when, what becomes of it, and whose pages it
-keeps."""
+"""Tests decode steps that are launched before the previous step's tokens have arrived."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ def greedy(tokens: int) -> Sampling:
 
 
 class Watch:
-    """Records a runner's launches and landings in order: (event, step, rows of the step)."""
+    """Records a runner's launches and the arrivals of their tokens in order: (event, step, rows of the
+    step)."""
 
     def __init__(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, int, int]] = []
@@ -49,7 +49,7 @@ class Watch:
         monkeypatch.setattr(LaunchedStep, "chosen", landed)
 
 
-async def test_next_step_is_launched_before_the_last_ones_tokens_arrive(
+async def test_launches_a_step_before_the_last_steps_tokens_arrive(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, plain = await bench(looks_ahead=True), await bench()
@@ -73,7 +73,7 @@ async def test_without_look_ahead_steps_run_one_at_a_time(
 async def test_look_ahead_changes_no_answer_as_requests_come_and_go(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some end by an end token, which is known only when the next step is under way."""
+    """Some answers end by an end token, which is known only when the next step runs."""
     ahead, plain = await bench(looks_ahead=True, max_batch=3), await bench(max_batch=3)
     lengths = [5, 16, 33, 90, 48, 7, 64]
     (probe,) = [await plain.ask("probe", ids_of(33), greedy(20))]
@@ -102,7 +102,7 @@ async def test_pages_are_freed_after_the_requests_last_step(
     watch, reached, go_on = Watch(run, monkeypatch), threading.Event(), threading.Event()
 
     def stop_at_two(step: int) -> None:
-        if step == 2:  # step 3 has been launched
+        if step == 2:  # step 3 is already launched
             reached.set()
             go_on.wait(30)
 

@@ -1,4 +1,4 @@
-"""Copies of a session's partly filled page, made as late as a busy GPU may make them."""
+"""Tests copies of a session's partly filled page that run as late as on a busy GPU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAST = Sampling(max_tokens=1, ignore_eos=True)
 
 @pytest.fixture
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Copies that are only queued, as on a GPU's stream: made when the compute thread computes next, or
-    waits for its results. Returns the queue."""
+    """Queue page copies, as on a GPU's stream. They run when the compute thread next computes or waits for
+    results. Returns the queue."""
     queue: list[tuple[int, int]] = []
     caches: list[PagedKVCache] = []
     copy, forward, chosen = PagedKVCache.copy_page, LayerStack.forward, LaunchedStep.chosen
@@ -50,7 +50,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 async def fill_free_pages(run: Any) -> None:
-    """Somebody else's prompt in every page that is free."""
+    """Write another prompt's KV to all free pages."""
     prompt = (await run.engine.stats()).pages_free * 16 - 1
     await run.reserve("other", prompt, 1)
     made = run.prefill(ids_of(prompt))

@@ -1,4 +1,4 @@
-"""A decode worker of several ranks chooses what one rank chooses."""
+"""Tests that a decode worker with several tensor-parallel ranks samples the same tokens as one rank."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def whole_runner(directory: Path, config: DecodeConfig = CONFIG) -> DecodeRunner
 @pytest.mark.parametrize(
     ("ranks", "heads", "kv_heads"), [(2, 4, 2), (2, 4, 4), (4, 8, 4), (2, 12, 4), (3, 6, 3)]
 )
-def test_ranks_choose_the_same_tokens_as_one_rank(
+def test_ranks_sample_the_same_tokens_as_one_rank(
     tmp_path: Path, ranks: int, heads: int, kv_heads: int
 ) -> None:
-    """Requests that come and go at random, with and without selected pages; a vocabulary that the ranks
-    cannot share equally; K/V by heads."""
+    """Requests join and leave at random, with and without page selection. The vocabulary does not divide
+    evenly over the ranks."""
     directory = make_tiny_model(tmp_path, heads=heads, kv_heads=kv_heads)
     alone = whole_runner(directory)
     stacks = parts(directory, ranks)
@@ -68,7 +68,7 @@ def test_ranks_choose_the_same_tokens_as_one_rank(
         slice(n * kv_heads // ranks, (n + 1) * kv_heads // ranks) for n in range(ranks)
     ]
     for side in ("k_LPSGD", "v_LPSGD"):
-        # Pages of live requests alone: `churn` poisons the lead's others.
+        # Only pages of live requests: `churn` fills rank 0's other pages with NaN.
         kept = sorted({page for request in ours if request.left for page in request.pages[:-2]})
         joined = torch.cat([getattr(cache, side)[:, kept] for cache in caches], dim=3)
         expected = getattr(alone.cache, side)[:, kept]
@@ -78,7 +78,7 @@ def test_ranks_choose_the_same_tokens_as_one_rank(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_prefill_and_recompute_as_one_rank(tmp_path: Path, ranks: int) -> None:
-    """The blocks that a question attends to most are the same, by the heads of all ranks."""
+    """They also select the same blocks to recompute, although each rank sees only its own heads."""
     directory = make_tiny_model(tmp_path, heads=8, kv_heads=4)
     alone = whole_runner(directory)
     ids = [n * 7 % 198 for n in range(900)]
@@ -100,7 +100,7 @@ def test_ranks_prefill_and_recompute_as_one_rank(tmp_path: Path, ranks: int) -> 
 
 
 class Recorder:
-    """A rank that only notes what it is sent. It reads as `reading` does."""
+    """A rank that only records the calls it gets. `reading` replaces its transfer of KV."""
 
     def __init__(self, reading: Callable[[], Awaitable[int]] | None = None) -> None:
         self.sent: list[str] = []
@@ -119,7 +119,7 @@ class Recorder:
 
 @pytest.mark.parametrize("failing", range(4))
 def test_no_call_is_made_after_a_failure_on_rank_0(tmp_path: Path, failing: int) -> None:
-    """Otherwise the other ranks' all-reduce, one call late, would meet rank 0's next call."""
+    """Otherwise the other ranks' all-reduce would meet that of rank 0's next call."""
     stack, other = part(make_tiny_model(tmp_path), 0, 2), Recorder()
     lead = LeadRunner(stack, plan_layers(CONFIG, 5), [other], **runner_sizes(CONFIG, stack.config))
     row = Row(1, (0, 1), 3, 5, Sampling(), False)
@@ -140,7 +140,7 @@ def test_no_call_is_made_after_a_failure_on_rank_0(tmp_path: Path, failing: int)
 
 
 async def engine_beside(directory: Path, other: Recorder) -> DecodeEngine:
-    """Its rank 0. A prompt of 32 tokens is reserved as `a`."""
+    """Start rank 0's engine with another rank. A prompt of 32 tokens is reserved as `a`."""
     stack = part(directory, 0, 2)
     engine = DecodeEngine("decode:test", stack, CONFIG, reader=ObjectStoreReader, ranks=[other])
     await engine.start()
@@ -155,7 +155,8 @@ PIECE = KVAnnouncement(
 
 @pytest.mark.parametrize("giving", [False, True])
 async def test_rank_that_dies_during_a_kv_transfer_fails_the_worker(tmp_path: Path, giving: bool) -> None:
-    """Covers receiving KV and giving it back. Doors hear it at once and blame no prefill group."""
+    """Covers receiving KV and sending it back. API servers get the error at once, and no prefill group is
+    blamed."""
 
     async def dies() -> int:
         raise DecodeFailed("rank 1 died")
@@ -174,8 +175,8 @@ async def test_rank_that_dies_during_a_kv_transfer_fails_the_worker(tmp_path: Pa
     await engine.close()
 
 
-async def test_pages_stay_in_use_until_the_last_rank_has_read(tmp_path: Path) -> None:
-    """One rank cannot read, which is the prompt's trouble alone; the request is cancelled meanwhile."""
+async def test_pages_stay_in_use_until_the_last_rank_has_copied_kv(tmp_path: Path) -> None:
+    """One rank's transfer fails, which fails only this request. The request is cancelled meanwhile."""
     began, release = asyncio.Event(), asyncio.Event()
 
     async def reads_long() -> int:
@@ -199,7 +200,8 @@ async def test_pages_stay_in_use_until_the_last_rank_has_read(tmp_path: Path) ->
 
 
 def test_rank_0_waits_until_every_rank_has_copied_its_pages(tmp_path: Path) -> None:
-    """A copy meets in no layer's sum. Without waiting, K/V of the next request could be there first."""
+    """A copy has no all-reduce of a layer. Without waiting, KV of the next request could overwrite the source
+    first."""
     stacks = parts(make_tiny_model(tmp_path), 2)
     gate = threading.Event()
     with followers(stacks, CONFIG, unused) as others, ThreadPoolExecutor(1) as thread:
@@ -227,7 +229,7 @@ def test_warm_up_runs_on_every_rank(tmp_path: Path) -> None:
     ("ranks", "message"),
     [(4, "share the model's 2 key/value heads"), (64, "key/value heads"), (3, "key/value heads")],
 )
-def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path, ranks: int, message: str) -> None:
+def test_refuses_heads_that_do_not_divide_over_the_ranks(tmp_path: Path, ranks: int, message: str) -> None:
     with pytest.raises(ModelError, match=f"decode.tensor_parallel: {ranks} ranks.*{message}"):
         part(make_tiny_model(tmp_path), 0, ranks)
 

@@ -1,4 +1,4 @@
-"""The order of reads before a first token, against a brute-force account of positions."""
+"""Compares the plan of a decode worker's own prefill with a plain account of positions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_plan_prefills_each_token_once_and_the_questions_end_twice(there: int, b
         assert all(list(read.ids) == list(every[read.start : read.end]) for read in reads)
         tail = TAIL_TOKENS + BLOCK - 1
         assert all(0 < len(read.ids) <= (48 if asked or read.start >= there else tail) for read in reads)
-        if not blocks or there < 2 * BLOCK:  # of fewer there is none behind the first
+        if not blocks or there < 2 * BLOCK:  # only block 0 is complete, and it is never recomputed
             assert places(reads) == list(range(there, len(every)))
             assert len(reads) == len(steps)
             continue
@@ -81,7 +81,7 @@ def test_recomputes_nothing_if_everything_appended_is_kept() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6, 32, 80])
-def test_layers_run_in_order_of_arrival_in_few_parts(layers: int) -> None:
+def test_computes_layers_in_few_parts_as_their_kv_arrives(layers: int) -> None:
     """More layers may arrive while a part runs."""
     for seed in range(50):
         chance, read, parts = random.Random(seed), 0, list[range]()

@@ -1,5 +1,6 @@
-"""Blocks of a sparsely read prompt computed again before the first token, on a tiny Llama: with all of them,
-answers are a dense reading's; who shares the prompt keeps it as it was."""
+"""Tests blocks of a sparsely prefilled prompt that are recomputed before the first token, on a tiny
+Llama. If all blocks are recomputed, answers equal those after dense prefill. Sessions and cached blocks
+stay unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ QUESTION = tokens(30, 2)
 
 @torch.inference_mode()
 def read_sparsely(bench: Bench, ids: list[int]) -> Prefilled:
-    """Each row sees its own block: so block 0 is exact, and no other is."""
+    """Prefill with attention only inside each 128-token block, so that only block 0 is exact."""
     kv: list[tuple[np.ndarray, np.ndarray]] = []
     place_T = torch.arange(len(ids))
     block_T = place_T // BLOCK
@@ -62,7 +63,7 @@ def read_sparsely(bench: Bench, ids: list[int]) -> Prefilled:
 
 
 class Sparse:
-    """A bench whose prompts are read sparsely, and what a dense reading answers."""
+    """A bench whose prompts are prefilled sparsely, and the answers after dense prefill."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -144,7 +145,7 @@ async def test_recomputing_all_blocks_leaves_the_session_unchanged(
 
 @pytest.mark.parametrize("length", [TOKENS, TOKENS - 5])
 async def test_session_kept_with_an_answer_holds_kv_before_recomputation(sparse: Sparse, length: int) -> None:
-    """The next question can recompute blocks of it."""
+    """So the next question can recompute blocks of it."""
     part = DOCUMENT[:length]
     reference = await sparse.question("reference", await sparse.keep(part, packed(part)), 0)
     answer = await sparse.ask("answered", DOCUMENT, 8, keep_tokens=length)
@@ -159,7 +160,7 @@ async def test_session_kept_with_an_answer_holds_kv_before_recomputation(sparse:
 
 @pytest.mark.parametrize("blocks", [0, 1])
 async def test_kv_kept_after_a_prefix_does_not_depend_on_the_question(sparse: Sparse, blocks: int) -> None:
-    """A prompt that continues from what is remembered, is kept, and has a question appended."""
+    """A prompt extends a cached prefix, is kept as a session, and has a question appended."""
     run, kept, method = sparse.bench, len(DOCUMENT) + 64, method_spec("streaming", {"min_tokens": 0})
     await sparse.reserve_and_deliver("read", DOCUMENT, 0, key=key_of(DOCUMENT, method=method))
     await run.collect(GenerateJob(request_id="read", sampling=GREEDY))
@@ -218,7 +219,7 @@ async def test_recomputes_the_blocks_with_the_most_attention_first(sparse: Spars
 
 @pytest.mark.parametrize("length", [1, 100, 128, 255, 256, 257, 383, 384])
 async def test_prompt_too_short_for_recomputation_is_answered(sparse: Sparse, length: int) -> None:
-    """Its tail is read densely where that is not all of it; the worker goes on."""
+    """If the prompt is longer than its tail, the tail is prefilled densely."""
     prompt = tokens(length, 6)
     answer = await sparse.ask("short", prompt, 8)
     assert answer.finish.reason is FinishReason.LENGTH
@@ -243,7 +244,7 @@ async def test_missing_pages_fail_only_their_request(sparse: Sparse, monkeypatch
 async def test_recomputes_no_block_of_a_long_appended_question(
     sparse: Sparse,
 ) -> None:
-    """It was read densely, and there are no pages for it."""
+    """The question was prefilled densely, and no pages are reserved to recompute it."""
     session = await sparse.keep(DOCUMENT[:300], packed(DOCUMENT[:300]))
     ids = tokens(400, 5)
     await sparse.bench.reserve("long", len(ids), NEW, session_id=session, recompute_blocks=8)
@@ -254,7 +255,7 @@ async def test_recomputes_no_block_of_a_long_appended_question(
 
 
 async def test_answer_resumed_after_a_death_has_the_same_tokens(sparse: Sparse) -> None:
-    """Tokens already answered are not part of the question, so the same blocks are recomputed."""
+    """Tokens of the answer do not count as the question, so the same blocks are recomputed."""
     session = await sparse.keep(DOCUMENT, packed(DOCUMENT))
     whole = await sparse.question("whole", session, 2)
     rest = await sparse.question("rest", session, 2, answered=tuple(whole.ids[:7]))

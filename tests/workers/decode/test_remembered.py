@@ -1,5 +1,5 @@
-"""A decode worker remembers prompts of ended requests. Prompts that continue from them are answered as if
-they had been read."""
+"""Tests a decode worker's prefix cache: prompts that extend cached ones get the same answers as after a full
+prefill."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Expected = Callable[[list[int]], list[int]]
 
 
 async def read(run: Bench, name: str, ids: Sequence[int], **more: Any) -> Answer:
-    """A prompt that a group reads, whose key a door has made."""
+    """Run a prompt that a prefill group prefills, with its prefix-cache key."""
     key = key_of(ids, **{part: more.pop(part) for part in ("remembers", "retain_s", "owner") if part in more})
     await run.reserve(name, len(ids), NEW, key=key, **more)
     await run.deliver(name, list(ids))
@@ -39,7 +39,7 @@ async def found(run: Bench, ids: Sequence[int], **more: Any) -> int:
 
 
 async def go_on(run: Bench, name: str, ids: Sequence[int], held: int, **more: Any) -> Answer:
-    """A prompt whose first tokens are remembered."""
+    """Run a prompt whose first tokens are cached."""
     given = {"key": key_of(ids), "prefix_tokens": held, "reads_rest": True, **more}
     reserved = await run.reserve(name, len(ids) - held, NEW, **given)
     assert reserved.held_tokens == held
@@ -140,7 +140,8 @@ async def test_session_holds_cached_pages_and_leaves_them_cached(bench: Any, exp
 
 
 async def test_cached_pages_count_as_free_and_are_evicted_on_demand(bench: Any) -> None:
-    """Holds for doors, waiting reservations and admission: old prompts never cause a refusal."""
+    """Old prompts never cause a refusal: not at admission, nor by API servers, nor for waiting
+    reservations."""
     run = await bench(cache_tokens=16 * 16)
     await read(run, "first", DOCUMENT)
     stats = await run.engine.stats()
@@ -170,7 +171,7 @@ async def test_cancelled_requests_leave_cached_blocks_and_failed_ones_none(
         await anext(stream)
     await stream.aclose()
     await run.engine.cancel("left")
-    while run.used:  # by the step that was under way
+    while run.used:  # the running step still uses them
         await asyncio.sleep(0.01)
     assert await found(run, DOCUMENT) == 144
     other = prompt(100, seed=9)
@@ -193,7 +194,7 @@ async def test_answers_with_page_selection_are_not_cached(bench: Any) -> None:
 
 
 async def test_sparse_prompt_is_cached_up_to_its_last_whole_block(bench: Any) -> None:
-    """Its last block was read for its own end. Behind it nothing can be found, whatever was answered."""
+    """KV of the last, partial block depends on the prompt's end. No later block, nor the answer, is found."""
     run, method = await bench(), method_spec("dpxa", {"min_tokens": 0})
     ids = prompt(300)
     await run.reserve("first", len(ids), NEW, key=key_of(ids, method=method))
@@ -202,7 +203,7 @@ async def test_sparse_prompt_is_cached_up_to_its_last_whole_block(bench: Any) ->
     longer = [*ids, *answer.ids, *prompt(20)]
     key = key_of(longer, method=method)
     assert await run.engine.find_prefix(key) == Prefix(tokens=256, exact=False)
-    # A worker reads the rest densely, and then all of it is remembered.
+    # The decode worker prefills the rest densely, and then all of it is cached.
     await run.reserve("second", len(longer) - 256, NEW, key=key, prefix_tokens=256, reads_rest=True)
     job = GenerateJob(request_id="second", sampling=GREEDY, extend_ids=packed(longer[256:]))
     await run.collect(job)
@@ -210,7 +211,7 @@ async def test_sparse_prompt_is_cached_up_to_its_last_whole_block(bench: Any) ->
     assert await run.engine.find_prefix(key_of(longer)) is None
 
 
-async def test_kept_prompt_is_cached_too(bench: Any) -> None:
+async def test_prompt_kept_as_a_session_is_cached_too(bench: Any) -> None:
     run = await bench()
     await run.reserve("kept", len(DOCUMENT), 0, keep_ttl_s=30.0, key=key_of(DOCUMENT))
     await run.deliver("kept", DOCUMENT)

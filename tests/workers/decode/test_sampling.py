@@ -1,4 +1,5 @@
-"""Sampling against transformers' warpers, an integer reference of the hash, and drawn frequencies."""
+"""Compares sampling with transformers' warpers, an integer reference of the hash, and observed
+frequencies."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def draw(logits: torch.Tensor, rows: list[Sampling], positions: Any) -> tuple[to
 
 
 def warped(logits_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The distribution transformers would draw from."""
+    """Return the distribution from which transformers would sample."""
     scores = TemperatureLogitsWarper(sampling.temperature)(None, logits_V[None].clone())
     if sampling.top_k:
         scores = TopKLogitsWarper(sampling.top_k)(None, scores)
@@ -50,7 +51,7 @@ def reference_gumbel(seed: int, position: int, token: int) -> float:
     return -math.log(-math.log(((bits >> 12) + 0.5) * 2.0**-52))
 
 
-def test_noise_is_a_hash_of_seed_position_and_token() -> None:
+def test_noise_equals_the_hash_of_seed_position_and_token() -> None:
     seeds = [0, 1, 2**63 - 1, -1, 2**40 + 3]
     positions = [0, 5, 131_072, 7, 7]
     noise = gumbel(torch.tensor(seeds), torch.tensor(positions), 50)
@@ -115,7 +116,7 @@ def test_temperature_zero_is_greedy_with_any_other_options() -> None:
     assert torch.equal(ids, logits.argmax(-1))
 
 
-def test_a_tiny_temperature_is_finite_and_nearly_greedy() -> None:
+def test_tiny_temperature_gives_finite_nearly_greedy_samples() -> None:
     logits = logits_of(4)
     ids, logprobs = draw(
         logits, [Sampling(temperature=1e-30, top_p=0.9), Sampling(temperature=1e-6)] * 2, [1, 2, 3, 4]
@@ -123,7 +124,7 @@ def test_a_tiny_temperature_is_finite_and_nearly_greedy() -> None:
     assert torch.equal(ids, logits.argmax(-1)) and bool(torch.isfinite(logprobs).all())
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+def test_samples_do_not_depend_on_other_rows_of_the_batch() -> None:
     logits = logits_of(6, seed=1)
     rows = [
         Sampling(temperature=0.0),

@@ -1,4 +1,4 @@
-"""A scheduler that is stopped, given work or robbed of it at each of its awaits, over a runner that computes
+"""Stops the scheduler, gives it work or cancels work at each of its awaits, with a runner that computes
 nothing."""
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Step:
 
 
 class Runner:
-    """A `DecodeRunner`. `after_part` is called once some layers of a read are computed."""
+    """Takes the place of `DecodeRunner`. `after_part` is called once the first layers of a prefill are
+    computed."""
 
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
@@ -64,8 +65,8 @@ class Runner:
 
 
 class Scene:
-    """A request whose read begins while its last layers are still coming, and that is cancelled then. Unless
-    it is `alone`, another one answers, and a third reads and answers."""
+    """Requests on a scheduler. One is cancelled while the KV of its last layers still arrives. Unless
+    `alone`, a second one decodes, and a third prefills and decodes."""
 
     def __init__(self, asynchronous: bool, *, alone: bool = False) -> None:
         self.runner, self.pool = Runner(asynchronous), PagePool(32)
@@ -116,7 +117,7 @@ class Scene:
         return all(request.ended for request in self.all) and not self.runner.begun
 
     def stop(self) -> None:
-        """Close all requests and stop, like an engine that closes."""
+        """Close all requests and stop the scheduler, as a closing engine does."""
         for request in self.all:
             request.close(FinishReason.CANCELLED, "the worker is shutting down")
         self.scheduler.stop()
@@ -127,7 +128,7 @@ AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahea
 
 @AHEAD
 @pytest.mark.parametrize("alone", [False, True], ids=["busy", "nothing else to do"])
-async def test_scheduler_ends_wherever_it_is_stopped(ahead: bool, alone: bool) -> None:
+async def test_scheduler_stops_at_any_await(ahead: bool, alone: bool) -> None:
     async def stopped_at(number: int) -> bool:
         scene = Scene(ahead, alone=alone)
         acting = Acting(scene.scheduler.run(), number, scene.stop)
@@ -139,12 +140,12 @@ async def test_scheduler_ends_wherever_it_is_stopped(ahead: bool, alone: bool) -
         await running
         return acting.acted
 
-    least = 3 if alone else 7  # a read, one given up and idleness; with others first tokens and steps, too
+    least = 3 if alone else 7  # a prefill, one dropped, and idle; else first tokens, steps, too
     assert await at_each_await(stopped_at) >= least
 
 
 @AHEAD
-async def test_a_request_that_comes_at_any_time_is_answered(ahead: bool) -> None:
+async def test_request_submitted_at_any_await_is_answered(ahead: bool) -> None:
     async def comes_at(number: int) -> bool:
         scene = Scene(ahead)
         late = scene.request("late")
@@ -163,7 +164,7 @@ async def test_a_request_that_comes_at_any_time_is_answered(ahead: bool) -> None
 
 
 @AHEAD
-async def test_a_request_that_is_cancelled_at_any_time_gives_its_pages_back(ahead: bool) -> None:
+async def test_request_cancelled_at_any_await_frees_its_pages(ahead: bool) -> None:
     async def leaves_at(number: int) -> bool:
         scene = Scene(ahead)
         left = scene.reads
@@ -183,7 +184,7 @@ async def test_a_request_that_is_cancelled_at_any_time_gives_its_pages_back(ahea
     assert await at_each_await(leaves_at) > 6
 
 
-async def test_kv_that_arrives_at_any_time_is_used() -> None:
+async def test_kv_that_arrives_at_any_await_is_used() -> None:
     async def come_at(number: int) -> bool:
         scene = Scene(False)
         scene.runner.after_part = lambda: None

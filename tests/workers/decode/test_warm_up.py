@@ -1,4 +1,4 @@
-"""Warming a decode worker up runs what requests run, on every path, and leaves no trace in their answers."""
+"""Tests that a decode worker's warm-up runs every path of requests and does not change their answers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A stage that exports its pages and a decode worker that reads them, by each transport in turn. Devices,
-the network and Ray are stand-ins; `nixl` is NIXL itself, within this process, where it is installed."""
+"""A stage that exports its pages, and a decode worker that copies them, with each transport. Devices, network
+and Ray are stand-ins. If NIXL is installed, `nixl` also runs with the real NIXL, inside this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADS, DIM = 2, 8
 
 
 class Neighbours:
-    """A host's memory and processes. What is mapped is a view, as on a GPU."""
+    """A host's memory and processes. Mapped memory is a view, as on a GPU."""
 
     def __init__(self) -> None:
         self.home = "a host"
@@ -46,7 +46,7 @@ class Neighbours:
         return self.exported[handle][:]
 
     def mark(self) -> None:
-        """All is computed at once."""
+        """Return None: everything is computed immediately."""
 
     def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
         self.gone.setdefault(pid, []).append(on_end)
@@ -79,12 +79,12 @@ class ByCudaIpc:
 
     @property
     def touched(self) -> bool:
-        """True if a decode worker has opened a stage's memory."""
+        """Return whether a decode worker has mapped a stage's memory."""
         return bool(self.peers.opened)
 
 
 class ByNixl:
-    """With a stand-in for NIXL."""
+    """Makes the two ends with a stand-in for NIXL."""
 
     def __init__(self) -> None:
         self.fabric = Fabric()
@@ -102,7 +102,7 @@ class ByNixl:
 
 
 class ByRealNixl(ByNixl):
-    """Between agents of this process. Needs the package."""
+    """Makes the two ends with NIXL agents of this process. Needs the package."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ Way = ByCudaIpc | ByNixl
 
 
 class Bench:
-    """A stage's cache, its sender, and a decode worker's end; `deliver` is the way between. What was not
-    written on either side is NaN."""
+    """A stage's cache, its sender, and a decode worker's end. `deliver` connects them. Unwritten KV is NaN on
+    both sides."""
 
     def __init__(self, way: Way, lease_s: float = 60.0, dtype: torch.dtype = torch.float32) -> None:
         self.way, self.clock, self.ray = way, Clock(), FakeRay()
@@ -132,14 +132,14 @@ class Bench:
         self.held = 0
 
     def stream(self, name: str, pages: Sequence[int]) -> MessageStream:
-        """The request's, opened with its pages."""
+        """Return the request's stream, opened with its pages."""
         if name not in self.streams:
             to = Destination(request_id=name, decode_worker="decode:x", pages=pages)
             self.streams[name] = self.sender.open(to)
         return self.streams[name]
 
     def in_use(self, name: str) -> bool:
-        """Return True if the pages of an ended request are not free yet."""
+        """Return whether the pages of an ended request are not free yet."""
         if not self.streams[name].close():
             return True
         del self.streams[name]
@@ -158,7 +158,7 @@ class Bench:
         return made
 
     async def deliver(self, message: KVAnnouncement, pages: Sequence[int] | None) -> int:
-        """held: deliveries that hold their pages."""
+        """Deliver announcements to the decode worker. `held`: deliveries that keep their pages in use."""
 
         @contextmanager
         def use_pages() -> Iterator[Sequence[int] | None]:
@@ -177,6 +177,6 @@ class Bench:
         return k.transpose(0, 1), v.transpose(0, 1)
 
     def written(self) -> int:
-        """Rows of the worker's cache that are not NaN, of all layers and both sides."""
+        """Return the rows of the worker's cache that are not NaN in any layer and tensor."""
         sides = torch.stack((self.worker.k_LPSGD, self.worker.v_LPSGD))
         return int((~sides.isnan()).any(-1).any(-1).sum())

@@ -1,5 +1,5 @@
-"""A stand-in for NIXL: agents of one process that read from each other's memory by address, with NIXL's
-checks of what is registered and known, and its habits when a peer is gone."""
+"""A stand-in for NIXL: agents of one process that read from one another's memory by address. Like NIXL, they
+check that memory is registered and peers are known, and fail if a peer is gone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_nixl = pytest.mark.skipif(not NIXL, reason="needs the package nixl")
 
 
 class Disconnected(Exception):
-    """NIXL's exception of this name: its only base is Exception."""
+    """NIXL's exception of this name. Its only base class is Exception."""
 
 
 class Fabric:
@@ -53,7 +53,8 @@ class FakeTransfer:
 
 
 class FakeAgent:
-    """Data moves when a transfer is found to be done. Used on the thread of its first transfer only."""
+    """An agent whose data moves when a transfer is found to be done. Only the thread of its first transfer
+    may use it."""
 
     def __init__(self, fabric: Fabric, name: str) -> None:
         self.name, self.fabric = name, fabric

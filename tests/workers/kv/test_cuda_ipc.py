@@ -1,5 +1,5 @@
-"""K/V that a decode worker copies from a stage's pages by CUDA IPC, beyond `test_exported_pages.py`. The
-device is a stand-in: tensors of this process, behind handles; so is Ray."""
+"""Tests KV that a decode worker copies from a stage's pages by CUDA IPC, in addition to
+`test_exported_pages.py`. Device and Ray are stand-ins: tensors of this process behind handles."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_dead_stage_fails_its_announcements_and_is_unmapped() -> None:
         await bench.deliver(message, range(4))
 
 
-async def test_pages_of_another_host_are_refused() -> None:
+async def test_refuses_pages_of_another_host() -> None:
     way = ByCudaIpc()
     bench = Bench(way)
     bench.announce(range(4), 0, 32)
@@ -88,7 +88,9 @@ async def test_notices_the_end_of_a_process() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")
 def test_cuda_memory_is_read_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[3])  # where the other finds this module
+    monkeypatch.syspath_prepend(
+        Path(__file__).resolve().parents[3]
+    )  # where the other process finds this module
     context = torch.multiprocessing.get_context("spawn")
     x = torch.arange(4096, device="cuda", dtype=torch.float32)
     memory = CudaPeerMemory(x.device)

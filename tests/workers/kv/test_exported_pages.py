@@ -1,5 +1,5 @@
-"""Pages that a stage exports to decode workers: what arrives, when pages are free. By every transport that
-reads them in place."""
+"""Tests pages that a stage exports to decode workers, with every transport that reads them directly: the KV
+that arrives, and when pages are free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def way(request: pytest.FixtureRequest) -> Way:
 @pytest.mark.parametrize("theirs", [tuple(range(2, 9)), (9, 10, 3, 4, 0, 15, 16)], ids=["run", "scattered"])
 @pytest.mark.parametrize("ours", [tuple(range(5, 12)), (20, 3, 4, 29, 1, 0, 7)], ids=["run", "scattered"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_chunks_arrive_whatever_pages_they_lie_in(
+async def test_chunks_arrive_from_contiguous_and_scattered_pages(
     way: Way, theirs: tuple[int, ...], ours: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     bench = Bench(way, dtype=dtype)
@@ -62,7 +62,7 @@ def test_contiguous_pages_are_joined_into_runs() -> None:
             row_runs(range(6), start, tokens)
 
 
-def test_pairs_runs_that_are_contiguous_on_both_sides() -> None:
+def test_splits_runs_where_either_side_is_not_contiguous() -> None:
     assert list(paired_runs([(64, 48)], [(0, 16), (32, 32)])) == [(64, 0, 16), (80, 32, 32)]
     for seed in range(50):
         rng = random.Random(seed)
@@ -75,7 +75,7 @@ def test_pairs_runs_that_are_contiguous_on_both_sides() -> None:
 
 
 def test_runs_of_a_chunk_are_computed_once_for_all_layers(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another chunk, or a request with other pages, is looked up anew."""
+    """They are computed again for another chunk, and for a request with other pages."""
     bench, asked = Bench(way), []
 
     def counted(*arguments: Any) -> Any:
@@ -129,7 +129,7 @@ def test_pages_are_freed_when_a_decode_worker_dies_or_its_lease_ends(way: Way) -
 
 
 async def test_kv_copied_after_its_pages_were_reused_is_discarded(way: Way) -> None:
-    """A decode worker that was stopped for long could take another request's K/V for its own."""
+    """Otherwise a decode worker that was paused for long could use another request's KV."""
     bench = Bench(way, lease_s=30.0)
     bench.announce(range(4), 0, 32)
     bench.announce(range(4, 8), 0, 32, "other")
@@ -148,7 +148,8 @@ PAGE = {"a": 1, "b": 2}
 
 
 def test_page_is_never_freed_while_it_may_be_copied(way: Way) -> None:
-    """Announcements, answers, failures and time in any order: pages are in use while an answer is owed."""
+    """Announcements, answers, failures and time come in any order. Pages stay in use while an answer is
+    missing."""
     for seed in range(60):
         rng = random.Random(seed)
         bench = Bench(way, lease_s=10.0)

@@ -1,6 +1,6 @@
-"""A decode worker that dies in the middle of reading a stage's pages: real processes, Ray's own answers.
+"""Tests a decode worker that dies while it reads a stage's pages, with real processes and Ray.
 
-A file that both map stands in for a GPU's memory.
+A file that both processes map takes the place of GPU memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from deltafront.workers.messages.states import NAMESPACE
 LAYERS, HEADS, DIM, TOKENS = range(2, 5), 2, 8, 64
 PATIENCE_S = 120.0
 SHAPE = (len(LAYERS), 8, 16, HEADS, DIM)
-"""The shape of each side of the stage's cache: eight pages, four for each request."""
+"""The shape of each tensor of the stage's cache: eight pages, four for each request."""
 
 
 class MappedFiles:
-    """`PeerMemory` for tensors that lie in files."""
+    """Implements `PeerMemory` for tensors in files."""
 
     home = "a host"
 
@@ -48,7 +48,7 @@ class MappedFiles:
         return None
 
     def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
-        """The stage outlives the test."""
+        """Do nothing: the stage outlives the test."""
 
 
 def mapped(path: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -57,10 +57,11 @@ def mapped(path: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def reader_class() -> type:
-    """Return the class of an actor that reads KV like a decode worker. A local class travels by value."""
+    """Return the class of an actor that reads KV like a decode worker. It is local, so that Ray pickles it by
+    value."""
 
     class Reader:
-        """Writes a first layer's K/V and tells so by a file; goes on once there is another."""
+        """Writes the first layer's KV, reports this with a file, and continues once another file exists."""
 
         def __init__(self, begun: str, go: str) -> None:
             self.cache = PagedKVCache(LAYERS, HEADS, DIM, 4, torch.float32, "cpu")

@@ -1,4 +1,4 @@
-"""K/V on its way back to a stage: in which pieces, what is refused, and what Ray's errors become."""
+"""Tests KV that a stage fetches from a decode worker: its pieces, refusals, and Ray's errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pieces_are_bounded_and_cover_every_layer(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_kv_copied_to_the_host_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
-    """From pages that do not follow one another, to others."""
+    """The pages on both sides are scattered."""
     arguments, there, wanted = (
         cache_of(dtype),
         cache_of(dtype),
@@ -54,7 +54,7 @@ def test_refuses_kv_of_another_shape_or_dtype(array: Any) -> None:
 
 
 @pytest.mark.parametrize("scales", [(), (np.zeros((3, 2), np.uint8),), (np.zeros((3, 2), np.int8),) * 2])
-def test_8_bit_kv_without_its_scales_is_refused(scales: tuple[Any, ...]) -> None:
+def test_refuses_8_bit_kv_without_its_scales(scales: tuple[Any, ...]) -> None:
     cache = PagedKVCache(range(2, 4), 2, 8, 12, torch.bfloat16, "cpu", int8=True)
     numbers = np.zeros((3, 2, 8), np.uint8)
     kv, wanted = (
@@ -68,7 +68,7 @@ def test_8_bit_kv_without_its_scales_is_refused(scales: tuple[Any, ...]) -> None
 
 
 class FakeRay:
-    """An actor whose `kv` gives its argument back; `fails` is what the n-th answer is instead."""
+    """An actor whose `kv` returns its argument. `fails` replaces the n-th answer."""
 
     def __init__(self, fails: dict[int, Exception]) -> None:
         self.fails = fails
@@ -108,7 +108,7 @@ def test_pieces_arrive_in_order_while_others_are_fetched() -> None:
     assert 1 < ray.most <= 3
 
 
-def test_a_decode_worker_that_dies_fails_the_request_in_one_line() -> None:
+def test_dead_decode_worker_fails_the_request_with_one_line() -> None:
     wanted = [KVRange(request_id="a", layer=layer, start=0, tokens=9) for layer in range(8)]
     source, _ray = source_of(n3=RuntimeError("The actor died\nand so on"))
     with pytest.raises(HandoffError, match=r"decode:x gave no KV back: RuntimeError: The actor died$"):

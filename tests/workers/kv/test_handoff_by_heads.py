@@ -1,4 +1,4 @@
-"""Every rank of a decode worker gets its heads' K/V from every stage, whichever transport brings it."""
+"""Tests that each rank of a decode worker gets its heads' KV from every stage, with every transport."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .test_transports import LocalOutbox, without_ray_and_gpu
 
 HEADS, DIM = 4, 8
 POISON = 120
-"""Neither a scale, nor a byte that is drawn."""
+"""A byte that occurs neither in the scales nor in the random KV."""
 STAGES = (range(3), range(3, 5))
 
 
@@ -56,7 +56,7 @@ class ReaderRank:
 
 
 def poisoned(layers: range, heads: int, pages: int, dtype: torch.dtype, **rank: Any) -> PagedKVCache:
-    """All is NaN, in 8 bits POISON."""
+    """Return a cache filled with NaN; in 8 bits, with POISON."""
     cache = PagedKVCache(layers, heads, DIM, pages, dtype, "cpu", **rank)
     for side in cache.sides:
         side.fill_(POISON if cache.int8 else torch.nan)
@@ -72,7 +72,7 @@ def drawn_sides(tokens: int, dtype: torch.dtype, int8: bool) -> Sides:
 
 
 def ragged(draw: random.Random, tokens: int) -> Iterator[tuple[int, int]]:
-    """Cut a prompt into chunks: start, tokens."""
+    """Cut a prompt into chunks of random length: (start, tokens)."""
     start = 0
     while start < tokens:
         count = min(draw.randint(1, 50), tokens - start)
@@ -85,8 +85,8 @@ def ragged(draw: random.Random, tokens: int) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("int8", [False, True])
 async def test_each_rank_receives_only_its_heads(transport: str, ranks: int, seed: int, int8: bool) -> None:
-    """Ragged chunks from two stages, into pages that lie anywhere. All ranks together move one rank's bytes.
-    Whatever was not handed over stays poisoned. The K/V goes back to a stage as it came."""
+    """Two stages send ragged chunks into scattered pages. All ranks together transfer as many bytes as one
+    rank would. KV that was not handed over stays poisoned. A stage that fetches the KV gets it unchanged."""
     draw = random.Random(seed)
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     tokens, layers = draw.randint(1, 150), range(STAGES[-1].stop)

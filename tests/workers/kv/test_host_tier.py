@@ -1,4 +1,4 @@
-"""Remembered pages in host memory: what is copied, what is found, what is given up; against a list."""
+"""Compares the prefix cache's tier in host memory with a plain list: copied, found and evicted pages."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ LAYERS = 3
 
 
 class Setup:
-    """A worker's pages and slots by layer, each with the letters of the prompt up to it.
-    Empty: unknown.
-    """
+    """A worker's pages and slots by layer. Each has the letters of the prompt up to it; empty: unknown."""
 
     def __init__(self, pages: int, slots: int) -> None:
         self.manager, clock = manager(pages)
@@ -38,7 +36,7 @@ class Setup:
         self.host = HostTier(self.manager.pool.prefix_cache, LAYERS, slots, self.move, clock)
         self.manager.host = self.host
         self.moved_back: list[tuple[str, int]] = []
-        """Layers that have come back, in order."""
+        """Layers that were copied back, in order."""
         self.moves_fail = False
         self.let_go: list[str] = []
         offer = self.host._offer
@@ -90,8 +88,8 @@ class Setup:
         return len(pages), len(slots)
 
     async def read(self, letters: str, after: int = 0, leaves: bool = False) -> bool:
-        """Read a prompt behind its first `after` pages, layer by layer. Returns False where there was no
-        room. leaves: it is cancelled when it has read the first layer."""
+        """Prefill a prompt after its first `after` pages, layer by layer. Returns False if there were too few
+        pages. `leaves`: cancel the request after its first layer."""
         pages = reserve(self.manager, letters, found=after)
         if isinstance(pages, Refused):
             return False
@@ -126,13 +124,13 @@ async def test_blocks_evicted_from_the_gpu_come_back_from_host_memory() -> None:
         run.manager.pool.release(run.manager.pool.allocate(4))
         assert run.found("abcd") == (2, 2) and run.host.too_late == 0
         assert await run.read("abcde", after=4)
-        await asyncio.sleep(0)  # readers go on before slots are given back
+        await asyncio.sleep(0)  # requests continue before their slots are released
         assert run.found("abcde") == (5, 0) and run.all_free()
 
 
 @pytest.fixture
 def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A move has one layer, however few pages."""
+    """Make each copy move one layer, for any number of pages."""
     monkeypatch.setattr(host_tier, "BATCH_PAGES", 1)
 
 
@@ -146,7 +144,7 @@ async def pushed_out(run: Setup, letters: str) -> None:
 
 @pytest.mark.usefixtures("layer_by_layer")
 async def test_two_requests_for_the_same_pages_wait_for_one_copy() -> None:
-    """The second is a longer prompt, of which more is in host memory."""
+    """The second prompt is longer, and more of it is in host memory."""
     async with Setup(pages=20, slots=20) as run:
         await pushed_out(run, "abcdef")
         first = asyncio.create_task(run.read("abcx", after=3))
@@ -164,7 +162,7 @@ async def test_two_requests_for_the_same_pages_wait_for_one_copy() -> None:
 
 
 @pytest.mark.usefixtures("layer_by_layer")
-async def test_copy_reaches_a_waiting_request_when_its_starter_leaves() -> None:
+async def test_copy_continues_for_a_waiting_request_if_its_starter_ends() -> None:
     async with Setup(pages=20, slots=20) as run:
         await pushed_out(run, "abc")
         run.may_move.clear()
@@ -188,7 +186,7 @@ async def test_failed_copy_fails_all_waiting_requests_and_caches_nothing() -> No
 
 @pytest.mark.usefixtures("layer_by_layer")
 async def test_concurrent_copies_take_turns() -> None:
-    """A short prompt does not wait for all of a long one."""
+    """A short prompt does not wait for the whole copy of a long one."""
     async with Setup(pages=20, slots=20) as run:
         await pushed_out(run, "abcdef")
         await pushed_out(run, "z")
@@ -245,7 +243,7 @@ async def test_later_retention_applies_in_host_memory_too(read_again: bool) -> N
     pool = run.manager.pool
     assert await run.read("ab")
     await run.settle()
-    if read_again:  # so both tiers have an entry of their own
+    if read_again:  # so that each tier has its own block
         pool.release(pool.allocate(8))
         assert await run.read("ab")
     pages, _slots, _exact = run.manager.find(key_of(spell("ab")))
@@ -266,8 +264,8 @@ words = st.text(alphabet="ab", min_size=1, max_size=6)
 def test_host_memory_keeps_the_most_recent_blocks_like_an_lru_list(
     prompts: list[tuple[str, bool]], pages: int, slots: int
 ) -> None:
-    """Prompts of two letters share beginnings. Where all is copied at once, host memory holds the `slots`
-    beginnings that came back or were let go of last."""
+    """Prompts of two letters share prefixes. If all blocks are copied at once, host memory has the `slots`
+    most recently used prefixes."""
 
     async def run() -> None:
         async with Setup(pages, slots) as setup:
@@ -302,7 +300,7 @@ def test_host_memory_keeps_the_most_recent_blocks_like_an_lru_list(
 @given(st.data())
 @pytest.mark.usefixtures("layer_by_layer")
 def test_random_copies_and_requests_never_yield_wrong_kv(data: st.DataObject) -> None:
-    """Some leave while their pages come back, and some copies fail."""
+    """Some requests end while their pages are copied back, and some copies fail."""
 
     async def run() -> None:
         async with Setup(data.draw(st.integers(7, 10)), data.draw(st.integers(1, 9))) as setup:
@@ -335,7 +333,7 @@ def name_of(letters: str) -> bytes:
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_copies_are_byte_for_byte_wherever_pages_and_slots_lie(int8: bool) -> None:
+def test_copies_any_pages_and_slots_byte_for_byte(int8: bool) -> None:
     cache = PagedKVCache(range(3), 2, 8, 12, torch.float32, "cpu", int8=int8)
     memory = HostMemory(cache, 9)
     for side in cache.sides:

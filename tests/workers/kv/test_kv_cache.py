@@ -1,4 +1,4 @@
-"""The paged cache against contiguous tensors, for any page order and any way of writing."""
+"""Compares the paged KV cache with contiguous tensors, for any order of pages and any way of writing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("cuts", [(50,), (16, 16, 18), (1, 14, 2, 33), (3,) * 16 + (2,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_written_in_pieces_are_gathered_back(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_gathers_tokens_that_were_written_in_pieces(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
     cache, table = make(dtype), torch.tensor([9, 2, 11, 0], dtype=torch.int32)
     k_TGD, v_TGD = tokens(50, 1)
     start = 0
@@ -39,7 +39,7 @@ def test_tokens_written_in_pieces_are_gathered_back(cuts: tuple[int, ...], dtype
     assert not cache.k_LPSGD[:, untouched].any() and not cache.layer(4)[0].any()
 
 
-def test_a_run_of_pages_is_written_and_read_in_place() -> None:
+def test_writes_and_views_contiguous_pages_without_a_copy() -> None:
     cache, other = make(), make()
     k_TGD, v_TGD = tokens(50, 1)
     for start, end in ((0, 16), (16, 17), (17, 50)):
@@ -52,7 +52,7 @@ def test_a_run_of_pages_is_written_and_read_in_place() -> None:
 
 
 @pytest.mark.parametrize("pages", [(3, 4, 5, 6), (9, 2, 3, 4), (9, 2, 11, 0)])
-def test_layers_land_in_their_pages_contiguous_or_not(pages: tuple[int, ...]) -> None:
+def test_writes_layers_to_contiguous_and_scattered_pages(pages: tuple[int, ...]) -> None:
     cache, other = make(), make()
     k_TGD, v_TGD = tokens(50, 1)
     for start, end in ((0, 16), (16, 17), (17, 40), (40, 50)):
@@ -70,13 +70,13 @@ def test_layers_land_in_their_pages_contiguous_or_not(pages: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize(("first", "start", "count"), [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (11, 16, 1)])
-def test_copying_outside_the_cache_raises(first: int, start: int, count: int) -> None:
+def test_refuses_to_write_outside_the_cache(first: int, start: int, count: int) -> None:
     k_TGD, v_TGD = tokens(max(count, 0), 1)
     with pytest.raises(KVCacheError, match="do not fit"):
         make().write_run(5, first, start, k_TGD, v_TGD)
 
 
-def test_pages_have_flashinfers_layout() -> None:
+def test_pages_have_flashinfers_nhd_layout() -> None:
     cache = make()
     k_TGD, v_TGD = tokens(20, 2)
     cache.write(6, torch.tensor([7, 3]), 0, k_TGD, v_TGD)
@@ -85,7 +85,7 @@ def test_pages_have_flashinfers_layout() -> None:
     assert torch.equal(cache.v_LPSGD[2, 7, 15], v_TGD[15])
 
 
-def test_a_copied_page_is_independent_in_every_layer() -> None:
+def test_copied_page_is_independent_of_its_source() -> None:
     cache, table = make(), torch.tensor([2])
     k_TGD, v_TGD = tokens(16, 4)
     for layer in LAYERS:
@@ -128,7 +128,7 @@ def test_int8_kv_takes_half_of_16_bits_plus_scales() -> None:
     assert token_bytes(8, 128, torch.uint8) == 2 * 8 * (128 + 1)
 
 
-def test_outside_the_page_table_or_the_layers_raises() -> None:
+def test_refuses_access_outside_page_table_or_layers() -> None:
     cache, table = make(), torch.tensor([0, 1])
     k_TGD, v_TGD = tokens(3, 5)
     with pytest.raises(KVCacheError, match="do not fit"):

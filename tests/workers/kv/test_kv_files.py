@@ -1,4 +1,4 @@
-"""A store's folder that others write to, too: strangers by accident, other workers at the same time."""
+"""Tests a store's folder to which others write, too: foreign files, and other workers at the same time."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def test_tolerates_files_that_vanish_while_listing(tmp_path: Path, monkeypatch: 
     assert len(KVFiles(tmp_path, "a model").saved()) == 2 and len(listed) == 5
 
 
-def test_leaves_out_a_file_that_vanishes_while_it_is_examined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skips_a_file_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, name_in = made(tmp_path, bytes(32), bytes([1]) * 32), KVFiles._name_in
 
     def evicted(self: KVFiles, path: Path) -> bytes:
@@ -72,7 +70,7 @@ def test_leaves_out_a_file_that_vanishes_while_it_is_examined(
     assert names_in(files) == {bytes([1]) * 32}
 
 
-def test_only_the_services_user_may_list_and_read(tmp_path: Path) -> None:
+def test_only_the_services_user_may_list_and_read_the_store(tmp_path: Path) -> None:
     store = tmp_path / "a" / "store"
     made(store, bytes(32))
     modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in (store, *store.rglob("*"))}
@@ -80,7 +78,7 @@ def test_only_the_services_user_may_list_and_read(tmp_path: Path) -> None:
 
 
 def test_file_names_cannot_be_guessed_without_the_stores_secret(tmp_path: Path) -> None:
-    """The same group has other names in two stores, and none of them is a hash of what anybody can know."""
+    """The same group has different names in two stores, and no name is a hash of known data."""
     name = bytes(range(32))
     one, other = (
         [path.name for path in made(tmp_path / which, name)._folder.glob("*.safetensors")] for which in "ab"
@@ -117,7 +115,7 @@ def write_and_remove(folder: Path, seed: int, stop: threading.Event) -> None:
             files.remove(name)
 
 
-def test_a_worker_starts_while_two_others_save_and_evict(tmp_path: Path) -> None:
+def test_worker_starts_while_others_save_to_and_evict_from_its_store(tmp_path: Path) -> None:
     made(tmp_path, bytes(32))
     stop = threading.Event()
     others = [threading.Thread(target=write_and_remove, args=(tmp_path, seed, stop)) for seed in (1, 2)]

@@ -1,4 +1,4 @@
-"""Sessions, reservations and arrivals: accounting, checked against plain models of it."""
+"""Compares the accounting of sessions, reservations and KV arrivals with plain models of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def table(pages: int = 8, max_ttl_s: float = 100.0) -> tuple[PagePool, Leases]:
     return pool, Leases("w1", pool, max_ttl_s)
 
 
-def test_a_session_is_found_by_its_owner_until_it_expires() -> None:
+def test_only_the_owner_finds_a_session_until_it_expires() -> None:
     pool, sessions = table()
     made = sessions.adopt("me", pool.allocate(2), 20, 10.0, now=5.0)
     assert made.session_id.startswith("w1.") and made.expires == 15.0
@@ -33,12 +33,12 @@ def test_a_session_is_found_by_its_owner_until_it_expires() -> None:
 
 
 @pytest.mark.parametrize(("asked", "granted"), [(10.0, 10.0), (500.0, 100.0), (0.0, 100.0), (-1.0, 100.0)])
-def test_session_time_is_capped(asked: float, granted: float) -> None:
+def test_session_lifetime_is_limited_to_the_maximum(asked: float, granted: float) -> None:
     pool, sessions = table()
     assert sessions.adopt("", pool.allocate(1), 16, asked, now=0.0).expires == granted
 
 
-def test_ids_differ_and_pages_must_fit_the_tokens() -> None:
+def test_sessions_get_unique_ids_and_need_pages_for_their_tokens() -> None:
     pool, sessions = table(64)
     ids = {sessions.adopt("", pool.allocate(1), 1, 1.0, 0.0).session_id for _ in range(50)}
     assert len(ids) == 50
@@ -84,7 +84,7 @@ def test_a_request_on_a_session_shares_full_pages_and_copies_the_last() -> None:
     assert pages.pool.used == 0
 
 
-def test_the_source_of_a_copy_outlives_its_session() -> None:
+def test_page_being_copied_outlives_its_session() -> None:
     pages = pages_of(20)
     first = reserve(pages, 40, 0)
     session = pages.keep_session(first, 40, "me", 10.0, now=0.0)
@@ -132,7 +132,7 @@ def test_session_of_whole_pages_copies_none_and_outlives_its_request() -> None:
     assert pages.pool.used == 0
 
 
-def test_too_large_counts_the_copy_of_a_sessions_last_page() -> None:
+def test_refusal_counts_the_copy_of_a_sessions_last_page() -> None:
     pages = pages_of(4)
     first = reserve(pages, 40, 0)
     session = pages.keep_session(first, 40, "me", 10.0, now=0.0)

@@ -1,4 +1,4 @@
-"""A stage that writes to a decode worker's own pages: who keeps them, and until when."""
+"""Tests a stage that writes to a decode worker's own pages: how long the pages stay allocated."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_mapped_objects_equal_the_originals_and_share_tensors() -> None:
         assert torch.equal(twin, x)
 
 
-def test_a_cache_in_8_bits_is_mapped_with_its_scales() -> None:
+def test_maps_an_8_bit_cache_with_its_scales() -> None:
     cache = PagedKVCache(LAYERS, HEADS, DIM, 4, torch.bfloat16, "cpu", int8=True)
     twin = map_objects(export_objects(cache, CPU), CPU)
     assert twin.int8 and twin.model_dtype is torch.bfloat16 and twin.heads == cache.heads
@@ -149,7 +149,7 @@ async def test_ended_request_keeps_its_pages_until_the_stage_closes_them() -> No
         assert pool.used == 2
         writers.close(one)
         assert pool.used == 0 and pages.freed.is_set()
-        writers.close(one)  # a repetition
+        writers.close(one)  # again
     finally:
         stage.kill()
         stage.wait()
@@ -172,7 +172,7 @@ async def test_dead_stage_closes_its_own_pages_only() -> None:
             stage.wait()
 
 
-async def test_a_resumed_prompt_waits_until_the_last_stage_writes_no_more() -> None:
+async def test_resume_waits_until_the_old_stage_stops_writing() -> None:
     stage = sleeper()
     try:
         writers, pages = PageWriters("m"), taken(PagePool(4))
@@ -226,7 +226,7 @@ class Device:
 
 
 class Opener(ActorOutbox):
-    """Delivers nothing, and remembers."""
+    """Delivers nothing, and records the calls."""
 
     def __init__(self) -> None:
         self.sent: list[KVAnnouncement] = []
@@ -247,7 +247,7 @@ class Opener(ActorOutbox):
         return False
 
 
-def test_a_chunk_is_announced_once_with_all_layers_and_moves_nothing() -> None:
+def test_announces_a_chunk_once_with_all_layers_and_copies_nothing() -> None:
     opener = Opener()
     stream = MappedSender(Neighbours(), "m", opener, background=False).open(
         Destination(request_id="a", decode_worker="decode:x", pages=())
@@ -265,7 +265,8 @@ def test_a_chunk_is_announced_once_with_all_layers_and_moves_nothing() -> None:
 
 
 def test_stage_ends_if_another_worker_replaced_the_one_it_maps() -> None:
-    """The stage would write KV to memory that no worker reads, and the answer would use stale pages."""
+    """Otherwise the stage would write KV to memory that no worker reads, and the answer would use stale
+    pages."""
 
     class Other(Opener):
         def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
@@ -295,7 +296,7 @@ async def test_announced_kv_counts_as_written_without_a_copy() -> None:
     assert inbox.complete and not inbox.lost
 
 
-async def test_kv_of_another_transport_is_refused() -> None:
+async def test_refuses_kv_of_another_transport() -> None:
     inbox = KVInbox(KVArrival(4, 32), taken(PagePool(4)), lambda: None)
     copied = KVAnnouncement(request_id="a", layer=0, start=0, tokens=32, payload=("k", "v"), layers=4)
     with pytest.raises(HandoffError, match="lies elsewhere"):

@@ -1,5 +1,5 @@
-"""K/V that a decode worker reads from a stage's pages by NIXL, beyond `test_exported_pages.py`. `Fabric`
-stands in for NIXL; where that is installed, itself does some of it too, within this process here and between
+"""Tests KV that a decode worker reads from a stage's pages by NIXL, in addition to `test_exported_pages.py`.
+`Fabric` stands in for NIXL. If NIXL is installed, some tests run with it: here in one process, and between
 processes in `test_nixl_processes.py`."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def announced(bench: Bench, name: str = "r", first: int = 0) -> KVAnnouncement:
 
 @pytest.mark.parametrize("moment", [0, 1], ids=["before the rows", "before their lease"])
 async def test_kv_is_discarded_if_its_lease_ends_during_the_transfer(moment: int) -> None:
-    """The lease is read last, so nothing that was overwritten passes, whenever that was."""
+    """The lease is read last, so that KV overwritten at any time is noticed."""
     way = ByNixl()
     bench = Bench(way, lease_s=30.0)
     message = announced(bench)
@@ -63,8 +63,8 @@ async def test_kv_is_discarded_if_its_lease_ends_during_the_transfer(moment: int
         await bench.deliver(message, range(2))
 
 
-def test_a_lease_ends_exactly_when_its_pages_are_free() -> None:
-    """Announcements, answers and time in any order, of requests that take each other's pages."""
+def test_lease_ends_exactly_when_its_pages_are_free() -> None:
+    """Announcements, answers and time come in any order, for requests that use one another's pages."""
     for seed in range(60):
         rng = random.Random(seed)
         bench = Bench(ByNixl(), lease_s=10.0)
@@ -78,7 +78,7 @@ def test_a_lease_ends_exactly_when_its_pages_are_free() -> None:
                 page = pages.setdefault(name, min({*range(4)} - {*pages.values()}))
                 bench.stream(name, (page,)).put(3, 0, *torch.zeros(2, 16, HEADS, DIM))
                 bench.stream(name, (page,)).end_chunk()
-                for message in bench.ray.sent[sent:]:  # none where this request has failed
+                for message in bench.ray.sent[sent:]:  # none if this request has failed
                     kv = message.payload
                     leases.setdefault(name, set()).add((kv.lease[0], kv.serial))
             elif event == "answer" and bench.ray.sent:
@@ -102,8 +102,8 @@ def valid(bench: Bench, lease: tuple[int, int]) -> bool:
 # --- deaths ---------------------------------------------------------------------------------------------
 
 
-async def test_pages_are_held_while_a_transfer_may_write_them() -> None:
-    """NIXL cannot stop a transfer, so the pages of a hung one stay reserved."""
+async def test_pages_stay_allocated_while_a_transfer_may_write_them() -> None:
+    """NIXL cannot stop a transfer, so that the pages of a hung one stay allocated."""
     way = ByNixl()
     bench = Bench(way)
     message = announced(bench)
@@ -168,7 +168,7 @@ async def test_refuses_a_transfer_outside_registered_memory() -> None:
 async def test_prompt_is_not_resumed_while_old_transfers_may_arrive(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The dead group's transfers could overwrite KV of the group that resumes."""
+    """Otherwise the dead group's transfers could overwrite KV of the group that resumes."""
     way = ByNixl()
     monkeypatch.setattr("deltafront.workers.kv.handoff.nixl.new_agent", way.agent)
     run = await bench(reader=partial(kv_reader, CONFIG))
@@ -200,13 +200,15 @@ async def test_prompt_is_not_resumed_while_old_transfers_may_arrive(
 
 @needs_nixl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_pages_are_copied_by_real_nixl(dtype: torch.dtype) -> None:
+async def test_real_nixl_copies_pages(dtype: torch.dtype) -> None:
     theirs, ours = (9, 10, 3, 4, 0, 15, 16), (20, 3, 4, 29, 1, 0, 7)
-    await test_exported_pages.test_chunks_arrive_whatever_pages_they_lie_in(ByRealNixl(), theirs, ours, dtype)
+    await test_exported_pages.test_chunks_arrive_from_contiguous_and_scattered_pages(
+        ByRealNixl(), theirs, ours, dtype
+    )
 
 
 @needs_nixl
-async def test_lease_is_read_by_real_nixl() -> None:
+async def test_real_nixl_reads_the_lease() -> None:
     await test_exported_pages.test_kv_copied_after_its_pages_were_reused_is_discarded(ByRealNixl())
 
 

@@ -1,5 +1,5 @@
-"""NIXL itself between processes of this host, over TCP, as between hosts: pages byte for byte, and deaths in
-mid-read. A process that is stopped keeps a transfer under way for as long as a test needs."""
+"""Tests the real NIXL between processes of this host over TCP, as between hosts: pages byte for byte, and
+deaths during a transfer. A stopped process makes a transfer last as long as a test needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cache_of(layers: range) -> PagedKVCache:
 
 
 def filled() -> PagedKVCache:
-    """Return the stage's cache, which is the same in every process."""
+    """Return the stage's cache. It is the same in every process."""
     cache = cache_of(LAYERS)
     generator = torch.Generator().manual_seed(5)
     for side in (cache.k_LPSGD, cache.v_LPSGD):
@@ -47,8 +47,7 @@ def filled() -> PagedKVCache:
 
 
 def serve(pipe: Any) -> None:
-    """A stage's process: exports all of its pages to any request that is asked for, until told to revoke
-    that."""
+    """Run a stage's process: export all of its pages to each request, until told to revoke the export."""
     cache = filled()
     exporter, exports = NixlExporter(cache, new_agent()), {}
     rows = row_runs(THEIRS, 0, TOKENS)
@@ -75,7 +74,7 @@ def serve(pipe: Any) -> None:
 
 
 def read(pipe: Any) -> None:
-    """A decode worker's process: reads what it is sent, and says how each went."""
+    """Run a decode worker's process: copy announced KV, and report the result of each announcement."""
     asyncio.run(_read(pipe))
 
 
@@ -102,13 +101,14 @@ def use_pages() -> Iterator[Sequence[int]]:
 
 
 async def under_way(reader: NixlReader, reading: asyncio.Task[int]) -> None:
-    """Or over, where no stopped process keeps it."""
+    """Wait until a transfer runs; if no stopped process delays it, it may also have ended."""
     while not reader._reading.total() and not reading.done():
         await asyncio.sleep(0.001)
 
 
 def rows_that_differ(cache: PagedKVCache) -> int:
-    """From what the stage holds, in all layers; those that it does not have are to be NaN."""
+    """Return the rows that differ from the stage's, in any layer. Rows that the stage does not have must be
+    NaN."""
     stage, wrong = filled(), 0
     for ours, theirs in ((cache.k_LPSGD, stage.k_LPSGD), (cache.v_LPSGD, stage.v_LPSGD)):
         wanted = torch.full_like(ours, torch.nan)
@@ -145,7 +145,7 @@ class Child:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Child]]:
     monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.syspath_prepend(ROOT)  # where a process that is spawned finds this module
+    monkeypatch.syspath_prepend(ROOT)  # where a spawned process finds this module
     children: list[Child] = []
 
     def child(work: Callable[[Any], None]) -> Child:
@@ -157,7 +157,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Child]]:
         one.end()
 
 
-async def test_pages_cross_processes_and_a_lease_ends_with_them(start: Callable[..., Child]) -> None:
+async def test_copies_pages_between_processes_until_the_lease_ends(start: Callable[..., Child]) -> None:
     stage = start(serve)
     reader, cache = worker()
     message = stage.ask("export", "r")
@@ -190,7 +190,7 @@ async def test_stage_that_dies_mid_transfer_does_not_block_other_transfers(
 async def test_decode_worker_that_dies_mid_transfer_does_not_harm_its_stage(
     start: Callable[..., Child],
 ) -> None:
-    """The stage runs meanwhile: UCX may end one that stands still (docs/log/2026-11-22.md at 4fe709c6)."""
+    """The stage runs meanwhile: UCX may end a stopped process (docs/log/2026-11-22.md at 4fe709c6)."""
     stage, dying = start(serve), start(read)
     message = stage.ask("export", "r")
     dying.pipe.send(message)

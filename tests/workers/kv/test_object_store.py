@@ -1,6 +1,6 @@
-"""K/V through host memory without Ray: bytes, dtypes, what is refused, what is reported late.
+"""Tests the KV hand-off through host memory, without Ray: bytes, dtypes, refusals and late errors.
 
-The object store's side runs in `test_prefill_group.py`; here a stand-in for Ray counts what is pending.
+`test_prefill_group.py` tests the object store itself. Here a stand-in for Ray counts unanswered messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 
 
 class Box:
-    """An outbox that keeps what it is given, and the failure of the request that it refuses."""
+    """An outbox that keeps all messages, and fails those of the request `refuse`."""
 
     def __init__(self) -> None:
         self.announced: list[KVAnnouncement] = []
@@ -72,10 +72,11 @@ async def test_kv_arrives_unchanged(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_small_layers_travel_together_and_big_ones_alone(
+def test_sends_small_layers_together_and_large_ones_alone(
     background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message is sent when it is full, when the next layer is another chunk's, and at the chunk's end."""
+    """A message is sent when it is full, when the next layer belongs to another chunk, and at the chunk's
+    end."""
     layer_bytes = 2 * 2 * 3 * 8 * 4
     monkeypatch.setattr(HostCopies, "message_bytes", 3 * layer_bytes)
     box = Box()
@@ -122,7 +123,7 @@ def test_closed_request_sends_nothing_more(background: bool) -> None:
     assert [a.request_id for a in box.announced] == ["r"]
 
 
-async def test_logits_travel_as_float32() -> None:
+async def test_sends_logits_as_float32() -> None:
     box = Box()
     logits_V = torch.randn(50)
     stream_of(sender_to(box), attempt=2).put_logits(logits_V)
@@ -130,7 +131,7 @@ async def test_logits_travel_as_float32() -> None:
     assert np.array_equal(box.sent_logits[0].logits, logits_V.numpy())
 
 
-async def test_awaits_an_object_reference_and_names_its_loss() -> None:
+async def test_awaits_an_object_ref_and_reports_its_loss() -> None:
     async def arrives() -> Any:
         return np.zeros((2, 3, 8), np.float32), np.ones((2, 3, 8), np.float32)
 
@@ -147,7 +148,7 @@ async def test_awaits_an_object_reference_and_names_its_loss() -> None:
         )
 
 
-async def test_read_only_memory_is_taken_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+async def test_accepts_read_only_memory_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     array = np.zeros((2, 3, 8), np.float32)
     array.flags.writeable = False
     ((k, _),) = await pull(
@@ -172,7 +173,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-async def test_a_wrong_payload_is_refused(case: str) -> None:
+async def test_refuses_a_wrong_payload(case: str) -> None:
     with pytest.raises(HandoffError, match="KV of r, layer 1 at 16"):
         await pull(
             KVAnnouncement(request_id="r", layer=1, start=16, tokens=2, payload=WRONG[case]),
@@ -204,7 +205,7 @@ def test_refused_announcement_fails_the_end_of_its_chunk(background: bool) -> No
         streams["r"].end_chunk()()
 
 
-def test_a_slow_outbox_holds_a_chunks_report_and_not_the_stage() -> None:
+def test_slow_outbox_delays_a_chunks_report_but_not_the_stage() -> None:
     let_go = threading.Event()
 
     class Slow(Box):
@@ -231,7 +232,7 @@ def test_a_slow_outbox_holds_a_chunks_report_and_not_the_stage() -> None:
     assert len(box.sent_logits) == 1
 
 
-def test_a_refusal_shows_in_its_chunks_report_and_only_to_its_request() -> None:
+def test_refused_kv_fails_only_the_reports_of_its_request() -> None:
     box = Box()
     box.refuse = "r"
     sender = sender_to(box, background=True)
@@ -251,7 +252,8 @@ def test_a_refusal_shows_in_its_chunks_report_and_only_to_its_request() -> None:
 
 
 class FakeRay:
-    """The calls that ActorOutbox makes. Replies are answered when `answered` names them, or by waiting."""
+    """The Ray calls that ActorOutbox makes. Replies are answered when `answered` names them, or when they are
+    waited for."""
 
     def __init__(self) -> None:
         self.answered: set[int] = set()
@@ -302,7 +304,7 @@ def announcement(request_id: str, floats: int = 256) -> KVAnnouncement:
     return KVAnnouncement(request_id=request_id, layer=0, start=0, tokens=1, payload=(array, array))
 
 
-def test_unanswered_bytes_are_bounded() -> None:
+def test_waits_if_too_many_bytes_are_unanswered() -> None:
     fake = FakeRay()
     outbox, r = outbox_on(fake, max_bytes=10 * 2048), Delivery("decode:x")
     for _ in range(50):
@@ -313,7 +315,7 @@ def test_unanswered_bytes_are_bounded() -> None:
     outbox.check(r)
 
 
-def test_a_failed_answer_fails_its_request_once_and_only_it() -> None:
+def test_failed_answer_fails_only_its_own_request_once() -> None:
     fake = FakeRay()
     outbox = outbox_on(fake, max_bytes=1 << 20)
     a, b = Delivery("decode:x"), Delivery("decode:x")
@@ -348,15 +350,15 @@ def test_full_object_store_fails_only_the_request_that_filled_it() -> None:
     assert [message.request_id for message in fake.sent] == ["b"]
 
 
-def test_an_unknown_decode_worker_is_reported() -> None:
+def test_reports_an_unknown_decode_worker() -> None:
     outbox, a = outbox_on(FakeRay(), max_bytes=1 << 20), Delivery("decode:gone")
     outbox.send_kv(a, announcement("a"))
     with pytest.raises(HandoffError, match="decode:gone"):
         outbox.check(a)
 
 
-def test_concurrent_pulls_share_one_event_loop() -> None:
-    """Pulls run side by side: a slow reference does not hold up the next one."""
+def test_slow_transfer_does_not_delay_others() -> None:
+    """A slow object does not delay the next transfer."""
 
     async def run() -> list[str]:
         order: list[str] = []

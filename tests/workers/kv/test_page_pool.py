@@ -1,4 +1,4 @@
-"""The page pool against a model of it: sets and counters."""
+"""Compares the page pool with a model of sets and counters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def test_pages_for_rounds_tokens_up_to_whole_pages(tokens: int, pages: int) -> N
     assert pages_for(tokens) == pages
 
 
-def test_negative_tokens_are_refused() -> None:
+def test_refuses_a_negative_number_of_tokens() -> None:
     with pytest.raises(ValueError, match="negative"):
         pages_for(-1)
 
 
-def test_freed_pages_are_handed_out_as_a_run_again() -> None:
+def test_allocates_freed_pages_as_a_contiguous_run() -> None:
     pool = PagePool(12)
     first, second, third = pool.allocate(3), pool.allocate(4), pool.allocate(2)
     assert [first_of_run(pages) for pages in (first, second, third)] == [0, 3, 7]
@@ -51,7 +51,7 @@ def test_out_of_pages_error_can_be_pickled() -> None:
     assert (copy.needed, copy.free) == (9, 2)
 
 
-def test_a_shared_page_is_freed_by_its_last_holder() -> None:
+def test_shared_page_is_freed_by_its_last_reference() -> None:
     pool = PagePool(2)
     pages = pool.allocate(2)
     pool.incref(pages[:1])
@@ -62,7 +62,7 @@ def test_a_shared_page_is_freed_by_its_last_holder() -> None:
 
 
 @pytest.mark.parametrize("pages", [(1,), (0, 0), (7,), (-1,)])
-def test_a_wrong_release_raises_and_changes_nothing(pages: tuple[int, ...]) -> None:
+def test_refuses_a_wrong_release_and_changes_nothing(pages: tuple[int, ...]) -> None:
     pool = PagePool(2)
     assert pool.allocate(1) == (0,)
     with pytest.raises(ValueError, match="page"):
@@ -70,7 +70,7 @@ def test_a_wrong_release_raises_and_changes_nothing(pages: tuple[int, ...]) -> N
     assert pool.used == 1 and pool._references[0] == 1
 
 
-def test_sharing_a_free_page_raises_and_changes_nothing() -> None:
+def test_refuses_to_share_a_free_page_and_changes_nothing() -> None:
     pool = PagePool(3)
     (held,) = pool.allocate(1)
     with pytest.raises(ValueError, match="free"):

@@ -1,5 +1,4 @@
-"""The prefix cache: what is found, evicted first, and held; against a cache that looks at all of
-it."""
+"""Compares the prefix cache with a brute-force cache: found blocks, order of eviction, and retention."""
 
 from __future__ import annotations
 
@@ -31,12 +30,12 @@ def manager(pages: int) -> tuple[PageManager, Clock]:
 
 
 def spell(letters: str) -> list[int]:
-    """A page for each letter."""
+    """Return token ids with a page for each letter."""
     return [ord(letter) for letter in letters for _ in range(PAGE_TOKENS)]
 
 
 def reserve(manager: PageManager, letters: str, found: int = 0, **more: Any) -> RequestPages | Refused:
-    """A prompt of whole pages and one token of answer, in a page more."""
+    """Reserve pages for a prompt of whole pages, and for one answer token in another page."""
     key = key_of(
         spell(letters),
         **{name: more.pop(name) for name in ("remembers", "retain_s", "method") if name in more},
@@ -180,8 +179,8 @@ def test_session_pages_are_held_and_stay_cached_after_it_ends() -> None:
 
 @dataclass
 class Brute:
-    """Remembers (page, when it was last let go, until when to retain it) of each beginning that it has seen.
-    holders: the pages of each request."""
+    """A brute-force cache: the page, last use and end of retention of each known prefix. `holders` has each
+    request's pages."""
 
     total: int
     remembered: dict[str, list[Any]] = field(default_factory=dict)
@@ -199,7 +198,7 @@ class Brute:
         return pages
 
     def idle(self, now: float) -> list[str]:
-        """In the order in which they go."""
+        """Return the evictable prefixes in the order of eviction."""
         names = [name for name, (page, *_) in self.remembered.items() if not self.held(page)]
 
         def key(name: str) -> tuple[Any, ...]:
@@ -221,7 +220,7 @@ class Brute:
 
 @dataclass
 class Run:
-    """A request of both. offered: so many of its pages are no news."""
+    """A request in both caches. `offered`: number of its first pages already offered to the cache."""
 
     letters: str
     pages: RequestPages
@@ -230,7 +229,7 @@ class Run:
 
 
 class Both:
-    """The cache, and the one that looks at everything, in step."""
+    """Runs the prefix cache and the brute-force cache in step."""
 
     def __init__(self) -> None:
         self.pages, self.clock = manager(10)
@@ -286,7 +285,7 @@ class Both:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_any_order_of_operations_agrees_with_brute_force(data: st.DataObject) -> None:
+def test_random_operations_agree_with_brute_force(data: st.DataObject) -> None:
     both = Both()
     for _ in range(data.draw(st.integers(1, 30))):
         both.clock.now += 1.0

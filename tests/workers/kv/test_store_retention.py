@@ -1,4 +1,5 @@
-"""Remembered pages on disk: what is saved, given up, and found by a later worker; against a list."""
+"""Compares the prefix cache's tier on disk with a plain list: saved and evicted groups, and those that a
+later worker finds."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from ..keys import key_of
 from ..prompts import Clock
 
 SLOTS = 14 * GROUP_PAGES
-"""All groups of prompts of two letters, three long: host memory gives up none of them by itself."""
+"""Slots for all groups of prompts of up to three of two letters, so that host memory evicts none of them."""
 
 
 def key(letters: str) -> PromptKey:
-    """A group for each letter."""
+    """Return the prefix-cache key of a prompt with a group for each letter."""
     return key_of([ord(letter) for letter in letters for _ in range(GROUP_PAGES * PAGE_TOKENS)])
 
 
@@ -39,7 +40,7 @@ def beginnings(letters: str) -> list[str]:
 
 
 class Disk:
-    """Files on disk, and one tier after the other that works on them."""
+    """Files on disk, and successive tiers that use them."""
 
     def __init__(self, room: int) -> None:
         self.clock, self.room = Clock(), room
@@ -79,7 +80,7 @@ class Disk:
         self.dates |= {name: self.clock.now + seconds for name, seconds in groups}
 
     async def keep(self, letters: str, retain_s: float) -> None:
-        """A prompt's pages come to host memory, as `HostTier` brings them."""
+        """Put a prompt's pages into host memory, as `HostTier` does."""
         pool, chain = self.host.pool, key(letters).chain
         known = list(self.host.find(key(letters), 0)[0])
         pool.incref(known)
@@ -150,7 +151,7 @@ async def test_retention_continues_in_host_memory_after_a_load_from_disk() -> No
 
 
 async def test_evicted_prompt_keeps_its_beginning() -> None:
-    """Also for a prompt longer than the room, and after a restart."""
+    """Also if the prompt is longer than the tier's capacity, and after a restart."""
     disk = Disk(room=3)
     await disk.keep("abcd", 0.0)
     assert disk.found("abcd") == 3
@@ -164,7 +165,7 @@ async def test_evicted_prompt_keeps_its_beginning() -> None:
 
 @dataclass
 class Group:
-    """A group in the list. place: in the order in which groups are given up."""
+    """A group in the list. `place`: its position in the order of eviction."""
 
     place: tuple[float, int]
     until: float
@@ -172,7 +173,7 @@ class Group:
 
 
 class Brute:
-    """Looks at everything, each time."""
+    """A brute-force model of the tier."""
 
     def __init__(self, room: int) -> None:
         self.room, self.groups = room, dict[str, Group]()

@@ -1,5 +1,5 @@
-"""Groups of pages on disk: each is read once for all who come for it at the same time; against a model that
-looks at all of it."""
+"""Tests groups of pages on disk: concurrent requests load each group once. Compares loads with a plain
+model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..keys import key_of
 from .test_prefix_cache import manager, spell
 
 GROUP = 2
-"""Pages of a group here."""
+"""Pages of a group in these tests."""
 Loaded = tuple[list[int], int]
 
 
@@ -30,7 +30,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups_of(letters: str) -> Iterator[str]:
-    """Each whole group of a prompt, as the letters up to its end."""
+    """Return each whole group of a prompt, as the letters up to its end."""
     return (letters[:end] for end in range(GROUP, len(letters) + 1, GROUP))
 
 
@@ -40,8 +40,8 @@ def name_of(letters: str) -> bytes:
 
 
 class Setup:
-    """A disk with the groups of some prompts, and host memory with `slots`. A slot has the letters of the
-    prompt up to it."""
+    """A disk with the groups of some prompts, and host memory with `slots` slots. A slot has the letters of
+    the prompt up to it."""
 
     def __init__(self, slots: int, prompts: Sequence[str]) -> None:
         pages, clock = manager(4)
@@ -49,7 +49,7 @@ class Setup:
         self.on_host = [""] * slots
         self.files = {name_of(group): group for letters in prompts for group in groups_of(letters)}
         self.letters = dict(self.files)
-        """Letters of each group that was ever there."""
+        """Letters of each group that has ever been saved."""
         self.damaged: set[bytes] = set()
         self.reading: dict[bytes, asyncio.Future[None]] = {}
         self.reads = 0
@@ -81,7 +81,7 @@ class Setup:
             self.on_host[slot] = letters[: place + 1]
 
     async def saves(self, work: str, name: bytes, slots: Sequence[int]) -> None:
-        """Like `stored`, for groups that are saved and removed."""
+        """Save or remove a group, in place of `stored`."""
         await asyncio.sleep(0)
         if work == "save":
             self.files[name] = self.on_host[slots[-1]]
@@ -167,14 +167,16 @@ async def test_group_keeps_its_slots_until_it_is_saved() -> None:
         taken: list[int] = []
 
         def want() -> None:
-            """Another prompt takes all slots that nobody holds."""
+            """Take all free slots for another prompt."""
             taken.extend(pool.allocate(pool.free))
             for slot in taken:
                 run.on_host[slot] = "other"
 
         acting = Acting(run.store.run(), number, want)
         saving = acting.start()
-        async with asyncio.timeout(60):  # a thread writes the dates, so turns of the loop are no measure
+        async with asyncio.timeout(
+            60
+        ):  # a thread writes the dates, so the loop cannot wait a number of turns
             while not (saving.done() or not run.store.busy):
                 await asyncio.sleep(0.001)
         assert not saving.done(), f"saving ended: {saving.exception()!r}"
@@ -197,15 +199,15 @@ async def test_loads_nothing_without_room_for_all_of_it() -> None:
 
 
 class Model:
-    """A model of a disk and its loads, where host memory has room for all. Groups and pages are named by the
+    """A model of a disk and its loads, with enough host memory for all. Groups and pages are named by the
     letters up to their ends."""
 
     def __init__(self, on_disk: Sequence[str]) -> None:
         self.on_disk, self.in_memory, self.reading = set(on_disk), set[str](), set[str]()
-        """Groups, pages, groups."""
+        """Names of groups on disk, of pages in memory, and of groups being loaded."""
         self.reads = 0
         self.loads: list[tuple[asyncio.Task[Loaded], int, dict[str, bool | None]]] = []
-        """Each with how much was in memory, and its groups: whether they have come; None: not yet known."""
+        """Each load: pages already in memory, and whether each group was loaded; None: not yet known."""
 
     def load(self, task: asyncio.Task[Loaded], letters: str) -> None:
         held = next((n for n in range(len(letters)) if letters[: n + 1] not in self.in_memory), len(letters))
@@ -233,7 +235,7 @@ class Model:
                 groups[group] = well
 
     def check(self) -> list[asyncio.Task[Loaded]]:
-        """Return the loads that have ended."""
+        """Check finished loads, and return them."""
         for task, held, groups in self.loads:
             assert task.done() == (None not in groups.values())
             if task.done():
@@ -295,7 +297,9 @@ def test_concurrent_loads_agree_with_a_model(written: list[str], data: st.DataOb
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(prompts, min_size=1, max_size=6), st.integers(1, 12), st.data())
-def test_little_room_never_yields_wrong_kv(written: list[str], slots: int, data: st.DataObject) -> None:
+def test_scarce_host_memory_never_yields_wrong_kv(
+    written: list[str], slots: int, data: st.DataObject
+) -> None:
     async def run() -> None:
         setup, loads = Setup(slots, written), list[asyncio.Task[Loaded]]()
         for _ in range(data.draw(st.integers(0, 20))):

@@ -1,4 +1,4 @@
-"""The transport seam: tensors of a stage into pages of a decode worker, by any of its implementations."""
+"""Tests that each transport brings a stage's tensors into a decode worker's pages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EngineReceiver:
 
 
 class Memory:
-    """Memory that others read by handle: the toy transport's stand-in for exported GPU memory."""
+    """Memory that others read by handle. It takes the place of exported GPU memory."""
 
     def __init__(self) -> None:
         self.exported: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
@@ -68,7 +68,7 @@ class Memory:
 
 
 class ToySender:
-    """Announces handles of tensors that stay where they are."""
+    """Announces handles of tensors that are not copied."""
 
     def __init__(self, memory: Memory, receiver: Any) -> None:
         self._memory, self._receiver = memory, receiver
@@ -96,7 +96,7 @@ class ToyStream(InProcessStream):
 
 
 class ToyReader:
-    """Pulls by handle, straight into pages."""
+    """Copies tensors by handle, directly into pages."""
 
     def __init__(self, memory: Memory, cache: PagedKVCache) -> None:
         self._memory, self._cache = memory, cache
@@ -113,7 +113,7 @@ class ToyReader:
 
 
 class LocalOutbox(Box):
-    """Delivers at once to `receiver`, as an actor would be called."""
+    """Delivers immediately to `receiver`, as an actor call would."""
 
     receiver: Any = None
 
@@ -125,7 +125,7 @@ class LocalOutbox(Box):
 
 
 def without_ray_and_gpu(name: str, outbox: LocalOutbox) -> Transport:
-    """A transport with stand-ins for the actor that is called and for the device's memory."""
+    """Make a transport with stand-ins for the called actor and the device's memory."""
     if name == "object_store":
         return Transport(
             lambda _config, _cache: MessageSender(HostCopies("cpu"), outbox, background=True),
@@ -141,7 +141,7 @@ def without_ray_and_gpu(name: str, outbox: LocalOutbox) -> Transport:
 
 
 def send_prompt(run: Any, end: KVSender, cache: PagedKVCache, request_id: str, ids: list[int]) -> None:
-    """Write and send a prompt's KV like a stage: by chunk and layer, from its own pages."""
+    """Write and send a prompt's KV as a stage does: by chunk and layer, from its own pages."""
     prompt, pages = run.prefill(ids), (9, 2, 3, 0, 5)
     stream = end.open(Destination(request_id=request_id, decode_worker="decode:test", pages=pages))
     for start in range(0, len(ids), 32):
@@ -188,7 +188,7 @@ async def test_every_transport_delivers_the_kv_a_stage_computed(
     assert answer.finish.report.handoff_bytes == wanted.finish.report.handoff_bytes
 
 
-@pytest.mark.usefixtures("single_rank")  # the toy knows whole pages
+@pytest.mark.usefixtures("single_rank")  # the toy transport copies all heads of a page
 async def test_external_transport_is_chosen_by_its_name(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, receivers = Memory(), list[EngineReceiver]()
     toy = Transport(
@@ -218,7 +218,7 @@ def test_refuses_an_unknown_transport() -> None:
 
 
 class Picky:
-    """Takes nothing of the request that it refuses."""
+    """Refuses all messages of one request."""
 
     def __init__(self) -> None:
         self.taken: list[Any] = []
@@ -246,7 +246,7 @@ def test_in_process_sender_copies_tensors_and_fails_at_end_of_chunk() -> None:
     payload, logits = sink.taken
     assert isinstance(payload, DeviceKV) and payload.ready is None
     k_before, v_before = k.clone(), v.clone()
-    k.zero_(), v.zero_()  # the stage's pages belong to another prompt by now
+    k.zero_(), v.zero_()  # the stage's pages belong to another prompt now
     assert all(map(torch.equal, payload.sides_T, (k_before, v_before)))
     assert logits.dtype == "float32"
     streams["other"].end_chunk()()
