@@ -221,7 +221,8 @@ class Bench:
 
 @pytest.fixture
 def single_rank(request: pytest.FixtureRequest) -> None:
-    """Skip a test with several ranks if it inspects rank 0 or makes it fail, since the others would hang."""
+    """Skip a test with several ranks. For tests that inspect rank 0 or make it fail, where other ranks would
+    hang."""
     if request.config.getoption("--ranks") > 1:
         pytest.skip("for a single rank")
 
@@ -230,10 +231,11 @@ def single_rank(request: pytest.FixtureRequest) -> None:
 async def bench(
     request: pytest.FixtureRequest, tiny_llama: Path, tiny_stack: LayerStack
 ) -> AsyncIterator[Callable[..., Any]]:
-    """`await bench(key=value…)` starts an engine with that DecodeConfig; all must be empty when closed. With
-    `pytest --ranks N` it has N ranks.
+    """`await bench(key=value…)` starts an engine with this DecodeConfig. At the end, all its pages must be
+    free. With `pytest --ranks N` it has N ranks.
 
-    looks_ahead: as on a GPU, a step is launched before the one ahead of it has landed."""
+    looks_ahead: as on a GPU, a step is launched before the previous step's tokens have arrived.
+    """
     benches: list[Bench] = []
     ranks, closing = request.config.getoption("--ranks"), ExitStack()
 

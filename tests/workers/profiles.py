@@ -1,4 +1,4 @@
-"""Profiles for tests, made for a model directory."""
+"""Makes profiles for tests, for a given model directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = ProfiledText(sha256="ab" * 32, tokens=900)
 
 
 def rising(layers: int, heads: int, first: float, last: float) -> tuple[tuple[float, ...], ...]:
-    """thresholds that differ in every layer and head."""
+    """Return thresholds that differ in every layer and head."""
     step = (last - first) / (layers * heads)
     return tuple(
         tuple(first + step * (layer * heads + head) for head in range(heads)) for layer in range(layers)
@@ -34,7 +34,7 @@ def rising(layers: int, heads: int, first: float, last: float) -> tuple[tuple[fl
 def levels_of(
     config: Any, method: str, levels: Mapping[tuple[float, int], Sequence[float]], **options: Any
 ) -> MethodLevels:
-    """levels: (density, tokens) → first and last threshold."""
+    """Make levels from `levels`: (density, tokens), with the first and last threshold."""
     made = [
         Level(
             density=density,
@@ -49,7 +49,7 @@ def levels_of(
 
 
 def make_profile(directory: Path, **changes: Any) -> Profile:
-    """Make a profile of xattention at two densities, one of them for two lengths, and of dpxa at one."""
+    """Make a profile with xattention at two densities, one of them for two lengths, and dpxa at one."""
     config, spec = read_config(directory), ModelSpec(path=str(directory))
     pool = {(0.2, 256): (0.1, 0.4), (0.2, 1024): (0.3, 0.6), (0.5, 1024): (0.7, 0.9)}
     parts: dict[str, Any] = {

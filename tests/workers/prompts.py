@@ -1,4 +1,4 @@
-"""Made-up prompts, short answers and a clock, for what asks a decode worker."""
+"""Random prompts, short answers and a clock, for tests of a decode worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def packed(ids: list[int]) -> bytes:
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """A clock that advances when the test says so."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -30,7 +30,7 @@ class Clock:
         return self.now
 
     def during(self, seconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
-        """`work`, taking so long."""
+        """Run `work`, which takes these seconds."""
 
         def slow(*args: Any) -> Any:
             self.now += seconds

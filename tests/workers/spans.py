@@ -1,4 +1,4 @@
-"""Spans kept in memory."""
+"""Keeps trace spans in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PARENT = f"00-{TRACE}-{CALLER}-01"
 
 
 class Recorder(SpanProcessor):
-    """Keeps what its tracer makes. spans: those that have ended. begun: how many began."""
+    """Keeps its tracer's spans. `spans`: those that have ended. `begun`: number of spans that have begun."""
 
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
@@ -28,7 +28,7 @@ class Recorder(SpanProcessor):
         self.spans.append(span)
 
     def under(self, parent: ReadableSpan | None) -> list[ReadableSpan]:
-        """Children by their beginning; None: of PARENT."""
+        """Return a span's children by their beginning; None: those of PARENT."""
         number = int(CALLER, 16) if parent is None else parent.get_span_context().span_id
         found = [span for span in self.spans if span.parent is not None and span.parent.span_id == number]
         assert all(span.get_span_context().trace_id == int(TRACE, 16) for span in found)
@@ -36,7 +36,7 @@ class Recorder(SpanProcessor):
 
     @staticmethod
     def context(span: ReadableSpan) -> str:
-        """Its `traceparent`."""
+        """Return the span's `traceparent`."""
         return f"00-{TRACE}-{span.get_span_context().span_id:016x}-01"
 
     @staticmethod

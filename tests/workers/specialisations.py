@@ -1,9 +1,11 @@
-"""Which kernels a stage or a decode worker would compile after its warm-up. See test_specialisations.py.
+"""Finds the kernels that a stage or a decode worker would compile after its warm-up, for
+test_specialisations.py.
 
-Run as a script, without TRITON_INTERPRET: `specialisations.py DIRECTORY CASE …`, each case the fields of
-`Case` as JSON. Prints a JSON object for each: {"name": …, "warm_up": how many, "missing": {kernel: [key …]},
-"waits": [what the host read of the GPU while it launched a chunk], "noticed": [the same of one known read],
-"confused": [kernels of which another form would have been launched than Triton's]}.
+Run it as a script, without TRITON_INTERPRET: `specialisations.py DIRECTORY CASE …`, where each case is the
+fields of `Case` as JSON. It prints a JSON object for each case: {"name": …, "warm_up": number of kernels
+compiled in warm-up, "missing": {kernel: [key …]} compiled later, "waits": [places where the host read from
+the GPU while it launched a chunk], "noticed": [places found for one known read], "confused": [kernels
+launched in another specialisation than Triton would choose]}.
 """
 
 from __future__ import annotations
@@ -45,13 +47,15 @@ from deltafront.workers.settings import DecodeConfig, ModelSpec, PrefillConfig
 CHUNK, ROOM = 16_384, 262_144
 PROMPTS = 16
 DENSITY = 0.1
-"""That the profile has a level of, for `dpxa`."""
+"""The density of the profile's level for `dpxa`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A worker and its work: with a method, stage `stage` of `stages` prefills prompts; without, a decode
-    worker prefills appended text and runs steps. `warm_up` is the configuration's, `model` a folder in
+    """A worker and its work.
+
+    With a method, stage `stage` of `stages` prefills prompts. Without a method, a decode worker prefills
+    appended text and runs decode steps. `warm_up` is the configuration's value, `model` a folder in
     DIRECTORY.
     """
 
@@ -67,14 +71,14 @@ class Case:
 
 
 def lengths(randomly: random.Random) -> list[int]:
-    """Return lengths of prompts: some near those that kernels are specialised for, others random."""
+    """Return prompt lengths: some near those for which kernels are specialised, others random."""
     near = [CHUNK, CHUNK + 1, 2 * CHUNK - 1, 4096, 4097, 1, 16, 100_000, ROOM - 1, ROOM]
     return near + [int(2 ** randomly.uniform(5, 18)) for _ in range(PROMPTS - len(near))]
 
 
 def read(stage: PrefillStage, config: PrefillConfig, case: Case, tokens: int, scattered: bool) -> set[str]:
-    """A prompt, as its group's controller has it read; scattered: on pages that do not follow one another.
-    What the host read of the GPU before a chunk was launched."""
+    """Prefill a prompt as the group's controller does, on contiguous or `scattered` pages. Returns the places
+    where the host read from the GPU before a chunk was launched."""
     pages = range(pages_for(tokens))
     method = config.method(case.method, case.options)
     stage.open(
@@ -104,7 +108,7 @@ def read(stage: PrefillStage, config: PrefillConfig, case: Case, tokens: int, sc
 
 
 class _Neighbours:
-    """Provides the hidden states of a stage before. There is no stage after."""
+    """Provides the hidden states of a previous stage. There is no next stage."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         self._hidden, self._dtype = hidden, dtype

@@ -1,5 +1,5 @@
-"""Real stages and a real decode engine that keep K/V in 8 bits: they answer as a plain model does that rounds
-K and V alike. Sessions, recomputed blocks and resumed prompts, with one rank and several."""
+"""Tests real stages and a real decode engine with 8-bit KV. They answer as a plain model that rounds K and V
+in the same way. Covers sessions, recomputed blocks and resumed prompts, with one rank and several."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SAMPLING = Sampling(max_tokens=16, ignore_eos=True)
 DOCUMENT = np.frombuffer(IDS, dtype="<u4").tolist()
 DENSE = method_spec("dense")
 SAME = 0.01
-"""Logits, whose standard deviation is 1.6. Sums in another order round a number the other way now and then,
+"""Tolerance for logits, whose standard deviation is 1.6. Sums in another order round some values differently,
 so that tokens with nearly equal logits may change places."""
 IN_8_BITS = replace(CONFIG, kv_dtype="int8")
 
@@ -53,7 +53,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def behind(stack: LayerStack, ids: Sequence[int], answer: Sequence[int], *, rounds: bool = True) -> float:
-    """Return the largest difference between a plain model's highest logit and that of the answer's token.
+    """Return the largest difference between a plain model's highest logit and its logit of the answer's
+    token.
 
     With `rounds`, the model attends to K and V rounded to 8 bits.
     """
@@ -96,7 +97,8 @@ async def generate(run: Bench, name: str, **more: Any) -> list[int]:
 async def test_int8_service_answers_as_a_model_with_rounded_kv(
     bench: Callable[..., Any], tiny_llama: Path, tiny_stack: LayerStack
 ) -> None:
-    """A prompt, the questions of two sessions that fork from it, and a longer one from the second."""
+    """Asks a prompt, questions on two sessions that fork from it, and a longer question on the second
+    session."""
     run = await started(bench)
     line = Line(run.engine)
     await run.reserve("a", TOKENS, SAMPLING.max_tokens, keep_ttl_s=60.0)
@@ -116,10 +118,10 @@ async def test_int8_service_answers_as_a_model_with_rounded_kv(
     assert behind(tiny_stack, DOCUMENT, await generate(run, "again")) < SAME
 
 
-async def test_delta_over_all_pages_and_a_full_worker_agree(
+async def test_delta_over_all_pages_equals_full_with_int8_kv(
     bench: Callable[..., Any], tiny_llama: Path
 ) -> None:
-    """Page scores do not disturb; a budget that holds all pages reads what `full` reads."""
+    """A page budget that covers all pages attends to the same pages as `full`."""
     run = await started(
         bench, page_selection="delta", full_layers=(0,), delta_layers=(2,), page_budget=64, recency=2
     )
@@ -132,10 +134,10 @@ async def test_delta_over_all_pages_and_a_full_worker_agree(
     assert answers[0] == answers[1]
 
 
-async def test_blocks_computed_again_are_written_in_8_bits(
+async def test_recomputed_blocks_are_written_in_8_bits(
     bench: Callable[..., Any], tiny_llama: Path, tiny_stack: LayerStack
 ) -> None:
-    """A prompt read sparsely, with all its blocks computed again, has a dense reading's answer."""
+    """A sparsely prefilled prompt whose blocks are all recomputed gets the answer after dense prefill."""
     run = await started(bench)
     line = Line(run.engine)
     sparse = method_spec("streaming", {"min_tokens": 0, "window": BLOCK})
@@ -147,7 +149,9 @@ async def test_blocks_computed_again_are_written_in_8_bits(
     assert behind(tiny_stack, DOCUMENT, answer) < SAME
 
 
-async def test_a_resumed_prompt_is_the_same_to_the_bit(bench: Callable[..., Any], tiny_llama: Path) -> None:
+async def test_resumed_prompt_has_the_same_kv_and_logits_bit_for_bit(
+    bench: Callable[..., Any], tiny_llama: Path
+) -> None:
     run = await started(bench)
     line = Line(run.engine)
     for name in ("whole", "resumed"):
@@ -171,10 +175,10 @@ async def test_a_resumed_prompt_is_the_same_to_the_bit(bench: Callable[..., Any]
 
 
 @pytest.mark.parametrize(("stage", "worker"), [(None, "int8"), ("int8", None)])
-async def test_stage_and_worker_of_different_kv_fail_the_request(
+async def test_kv_of_another_format_fails_the_request(
     bench: Callable[..., Any], tiny_llama: Path, stage: Any, worker: Any
 ) -> None:
-    """Their names keep them apart; were they to meet, no answer would come of it."""
+    """Their pairing strings keep them apart. If they met, the request would fail."""
     run = await bench(reader=InProcessReader, kv_dtype=worker)
     await run.reserve("a", TOKENS, SAMPLING.max_tokens)
     line = Line(run.engine)
@@ -187,8 +191,8 @@ async def test_stage_and_worker_of_different_kv_fail_the_request(
 
 @pytest.mark.parametrize(("ranks", "heads", "kv_heads"), [(2, 4, 2), (4, 8, 4), (2, 12, 4)])
 def test_ranks_with_int8_kv_equal_one_rank(tmp_path: Path, ranks: int, heads: int, kv_heads: int) -> None:
-    """From the same 8-bit K/V: a step with and without selected pages, appended text, recomputed blocks. Sums
-    over ranks round a number the other way now and then."""
+    """From the same 8-bit KV: decode steps with and without page selection, appended text, recomputed blocks.
+    Sums over ranks sometimes round a number differently."""
     directory = make_tiny_model(tmp_path, heads=heads, kv_heads=kv_heads)
     alone = whole_runner(directory, IN_8_BITS)
     stacks, ids, pages = parts(directory, ranks), [n * 7 % 198 for n in range(900)], tuple(range(60))
@@ -223,7 +227,7 @@ def test_ranks_with_int8_kv_equal_one_rank(tmp_path: Path, ranks: int, heads: in
         assert float(differs) < 0.01
 
 
-def test_warm_up_runs_on_8_bits(tiny_stack: LayerStack) -> None:
+def test_warm_up_runs_with_int8_kv(tiny_stack: LayerStack) -> None:
     config = DecodeConfig(full_layers=(0,), delta_layers=(2,), page_budget=3, recency=1, kv_dtype="int8")
     plan = plan_layers(config, tiny_stack.config.layers)
     sizes = {"pages": PAGES, "max_batch": MAX_BATCH, "max_pages": 20}

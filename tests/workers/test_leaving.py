@@ -1,4 +1,4 @@
-"""A worker that is taken away ends what it has first, as far as time allows."""
+"""Tests that a worker that is removed first finishes its work, as far as time allows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUSY = group_stats(running=1, waiting_tokens=10)
 WAITED_FOR = group_stats(waiting=1, waiting_tokens=10)
 IDLE = group_stats()
 LENT = group_stats(pages_free=96)
-"""Nothing is read any more, but decode workers still read from its pages."""
+"""No prompt is prefilled any more, but decode workers still read the group's pages."""
 KEPT = decode_stats(pages_free=99, sessions=1)
 EMPTY = decode_stats()
 
@@ -33,7 +33,7 @@ class Hosted:
 
 
 class Head(Leaving):
-    """Says one state after the other, the last for ever; notes whether it said that it drains."""
+    """Reports one state after the other, then the last one forever, and records whether it was draining."""
 
     settled_s = 0.02
 
@@ -66,7 +66,7 @@ async def test_drain_ends_after_the_worker_stays_idle(states: tuple[Any, ...]) -
 
 
 @timeless
-async def test_drain_lasts_while_doors_renew_an_idle_worker() -> None:
+async def test_drain_lasts_while_api_servers_renew_an_idle_worker() -> None:
     head, stop = Head(IDLE), asyncio.Event()
 
     async def door() -> None:
@@ -75,7 +75,7 @@ async def test_drain_lasts_while_doors_renew_an_idle_worker() -> None:
             await asyncio.sleep(0.001)
 
     asking, leaving = asyncio.create_task(door()), asyncio.create_task(head.drain(within_s=600))
-    while len(head.asked) < 30:  # it looks ten times in the while after which an idle one goes
+    while len(head.asked) < 30:  # it checks ten times before an idle worker ends
         assert not leaving.done()
         await asyncio.sleep(0.001)
     stop.set()
@@ -86,7 +86,7 @@ async def test_drain_lasts_while_doors_renew_an_idle_worker() -> None:
 
 @timeless
 async def test_group_stays_while_decode_workers_copy_from_its_pages() -> None:
-    head = Head(*[LENT] * 30, IDLE)  # an idle one goes after ten looks
+    head = Head(*[LENT] * 30, IDLE)  # an idle worker ends after ten checks
     await head.drain(within_s=600)
     assert [state for state, _ in head.asked].count(LENT) == 30
 
@@ -100,8 +100,8 @@ async def test_drain_ends_at_its_deadline_and_says_what_is_left(caplog: pytest.L
 
 
 @timeless
-async def test_drain_ends_at_a_check_that_found_the_worker_idle() -> None:
-    """A request that comes while it pauses is seen: it goes at a look, not after one."""
+async def test_drain_ends_only_at_a_check_that_finds_the_worker_idle() -> None:
+    """Draining ends only at a check, so that a request that arrives between two checks is seen."""
     head, looks, clock = Head(IDLE), list[float](), asyncio.get_running_loop().time
     stats = head.stats
 
@@ -123,7 +123,7 @@ async def test_drain_does_not_wait_for_a_faulty_worker() -> None:
 
 
 class Owner(Replica):
-    """A replica that believes to be in Serve."""
+    """A replica that behaves as inside Serve."""
 
     def __init__(self, head: Any, drain_s: float = 7.0) -> None:
         super().__init__("prefill:", drain_s)

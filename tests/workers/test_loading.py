@@ -1,4 +1,5 @@
-"""Actors report progress while they load, and compiled kernels afterwards. They are called without Ray."""
+"""Tests that actors report progress while they load, and compiled kernels afterwards. They are called without
+Ray."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ async def test_a_decode_worker_counts_as_serving_once_it_has_started(
     await actor.hosted.close()
 
 
-def test_progress_line_has_the_part_the_step_and_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_line_names_worker_step_and_time(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([10.0, 12.5])
     progress("stage 1 of 2", lambda: next(times))("loaded 8 of 16 layers")
     assert capsys.readouterr().err == "stage 1 of 2: loaded 8 of 16 layers after 2.5 s\n"

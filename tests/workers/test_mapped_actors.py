@@ -1,4 +1,4 @@
-"""A stage that maps a decode worker's memory, both on a real Ray: answers, and what a death leaves."""
+"""Tests a stage that maps a decode worker's memory, both on a real Ray: answers, and deaths of either."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .tiny_model import random_ids
 
 TOKENS, NEW, CHUNK = 600, 6, 128
 HANG_S = 300.0
-"""Longest wait for what must happen: a guard against hanging, never a measure."""
+"""Maximum seconds to wait for an expected event, so that a failing test does not hang."""
 PREFILL = PrefillConfig(stages=1, chunk_tokens=CHUNK, cache_tokens=4096, stream_lease_s=600.0)
 DECODE = DecodeConfig(cache_tokens=4096, page_selection="full", stream_lease_s=600.0)
 
@@ -57,7 +57,7 @@ class Pair:
         )
 
     async def read(self, name: str, ids: bytes, chunks: int = 99, **job: Any) -> list[Any]:
-        """Read a prompt, or its first chunks alone."""
+        """Prefill a prompt, or only its first chunks."""
         seen: list[Any] = []
         asked = PrefillJob(
             request_id=name, token_ids=ids, method=method_spec("dense"), decode_worker=self.worker.name, **job
@@ -79,7 +79,7 @@ class Pair:
         return int(stats.pages_total - stats.pages_free)
 
     async def whole(self) -> None:
-        """Until health checks have replaced what is lost."""
+        """Wait until health checks have replaced lost actors."""
 
         async def alive() -> bool:
             await self.worker.check_health()
@@ -114,7 +114,7 @@ def pair(cluster: Any, model: ModelSpec) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def expected(model: ModelSpec) -> tuple[bytes, list[int]]:
-    """A prompt, and its answer where K/V is handed over, in this process."""
+    """Return a prompt, and its answer in this process with KV that is sent."""
     ids, directory = random_ids(TOKENS), Path(model.path)
 
     async def answer() -> list[int]:
@@ -164,7 +164,7 @@ async def test_stage_resumes_after_a_cached_prefix_without_fetching_kv(
     assert await pair.used() == 0
 
 
-async def test_prompts_side_by_side_do_not_meet(pair: Pair, expected: tuple[bytes, list[int]]) -> None:
+async def test_concurrent_prompts_get_their_own_kv(pair: Pair, expected: tuple[bytes, list[int]]) -> None:
     ids, answer = expected
     await pair.whole()
     others = [np.frombuffer(ids, "<u4")[::-1].tobytes(), ids, ids]
@@ -225,10 +225,10 @@ async def test_dead_decode_worker_ends_its_stage_and_both_restart(
     assert await pair.used() == 0
 
 
-async def test_a_decode_worker_that_hangs_keeps_no_stage_from_the_next_one(
+async def test_stage_finds_the_new_decode_worker_if_the_old_one_hangs(
     pair: Pair, expected: tuple[bytes, list[int]]
 ) -> None:
-    """The stage is replaced, too, and must not wait for the answer of one that stands still."""
+    """The stage is replaced, too, and must not wait for an answer of the worker that hangs."""
 
     class Hanging:
         def exported_memory(self, pairing: str) -> None:
@@ -250,7 +250,7 @@ async def test_a_decode_worker_that_hangs_keeps_no_stage_from_the_next_one(
 async def test_stage_sent_to_another_decode_worker_ends_without_writing(
     pair: Pair, model: ModelSpec, expected: tuple[bytes, list[int]]
 ) -> None:
-    """After a hung worker is replaced, the stage still maps the old worker's memory."""
+    """After a worker that hangs is replaced, the stage still maps the old worker's memory."""
     ids, answer = expected
     await pair.whole()
     pid = await pair.group._stages[0].pulse.options(concurrency_group="notices").remote()

@@ -1,4 +1,5 @@
-"""Roles and how they travel: forms, hosting, what a proxy sends and raises, and that mypy sees every call."""
+"""Tests roles as Ray actors: forms of methods, hosting, what a proxy sends and raises, and that mypy checks
+every call."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class PlainActor:
         self.hosted: Any = Plain()
 
 
-async def test_a_hosted_object_answers_and_its_streams_close_early() -> None:
+async def test_hosted_object_answers_and_closes_its_streams_early() -> None:
     actor = PlainActor()
     assert await actor.stats() == "well"
     assert [number async for number in actor.prefill(3)] == [0, 1, 2]
@@ -97,8 +98,9 @@ class TwoParts:
         return end
 
 
-def test_begun_work_is_awaited_beside_later_commands() -> None:
-    """Beginning and end run on threads of their own, as in the actor; the end may be requested first."""
+def test_second_part_of_a_command_waits_while_later_commands_run() -> None:
+    """The first and the second part run on separate threads, as in the actor. The second may be requested
+    first."""
 
     @hosts(Stage)
     class TwoPartActor:
@@ -126,7 +128,7 @@ def test_begun_work_is_awaited_beside_later_commands() -> None:
 
 
 class Handle:
-    """An actor's handle: notes what is sent; `outcome` is what every reply turns out to be."""
+    """An actor's handle. It records what is sent; every reply ends as `outcome`."""
 
     def __init__(self, outcome: Any) -> None:
         self.outcome = outcome
@@ -222,7 +224,7 @@ async def test_stage_failures_become_plain_errors(
         (GetTimeoutError(), WorkerLost, "prefill:a cannot be reached (GetTimeoutError)"),
     ],
 )
-async def test_worker_failures_become_the_errors_that_the_door_raises(
+async def test_worker_failures_become_the_api_servers_errors(
     error: Exception, wanted: type[Exception], message: str
 ) -> None:
     group: Any = remote(Group, "prefill:a", Handle(error), partial(worker_error, "prefill:a"))
@@ -264,12 +266,16 @@ class HalfActor:
 """
 
 
-def test_the_type_checker_sees_calls_and_hosts(tmp_path: Path) -> None:
+def test_type_checker_checks_calls_and_hosted_classes(tmp_path: Path) -> None:
     (tmp_path / "deltafront").symlink_to(ROOT)
     snippet = tmp_path / "snippet.py"
     snippet.write_text(textwrap.dedent(CALLS))
     settings = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache")]
-    ours_alone = ["--follow-imports", "silent", "--no-site-packages"]  # numpy's and torch's types take long
+    ours_alone = [
+        "--follow-imports",
+        "silent",
+        "--no-site-packages",
+    ]  # checking the types of numpy and torch takes long
     command = [sys.executable, "-m", "mypy", *settings, *ours_alone, str(snippet)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
     found = {int(line.split(":")[1]): line for line in done.stdout.splitlines() if "error:" in line}

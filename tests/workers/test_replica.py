@@ -1,4 +1,4 @@
-"""A replica replaces its lost actors. The actors here only report their health."""
+"""Tests that a replica replaces its lost actors. The actors here only report their health."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltafront.workers.replica import Replica, cause_of
 
 
 class Head:
-    """check.remote() gives what `says` gives."""
+    """An actor whose check.remote() returns `says`."""
 
     def __init__(self, says: Callable[[], Any]) -> None:
         self.check = self
@@ -67,7 +67,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("says", [lost, silent, dead])
-async def test_a_head_that_is_lost_silent_or_dead_is_ended_and_replaced(
+async def test_replaces_a_head_that_is_lost_silent_or_dead(
     says: Callable[[], Any], killed: list[Any]
 ) -> None:
     built: list[str] = []
@@ -82,7 +82,7 @@ async def test_a_head_that_is_lost_silent_or_dead_is_ended_and_replaced(
     assert built == ["again"], "a head that is well is left alone"
 
 
-async def test_checks_that_run_side_by_side_replace_a_lost_head_once(killed: list[Any]) -> None:
+async def test_concurrent_checks_replace_a_lost_head_once(killed: list[Any]) -> None:
     built: list[str] = []
 
     async def lost_in_a_moment() -> str:
@@ -96,7 +96,7 @@ async def test_checks_that_run_side_by_side_replace_a_lost_head_once(killed: lis
     assert built == ["again"] and len(killed) == 1
 
 
-async def test_a_check_that_is_late_does_not_replace_the_new_head(
+async def test_late_check_does_not_replace_the_new_head(
     killed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "HEAD_PATIENCE_S", 60.0)
@@ -119,7 +119,7 @@ async def test_a_check_that_is_late_does_not_replace_the_new_head(
     assert built == ["again"]
 
 
-async def test_a_replica_is_healthy_while_it_replaces_and_not_for_ever(
+async def test_replica_is_healthy_while_it_replaces_for_a_limited_time(
     killed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -142,7 +142,7 @@ async def test_a_replica_is_healthy_while_it_replaces_and_not_for_ever(
 
 
 def of_a_constructor(error: Exception) -> ActorDiedError:
-    """Ray's error of an actor whose constructor raised `error` in another process."""
+    """Return Ray's error for an actor whose constructor raised `error` in another process."""
     try:
         raise error
     except Exception:
@@ -152,7 +152,7 @@ def of_a_constructor(error: Exception) -> ActorDiedError:
 
 @pytest.mark.parametrize("error", [ModelError("no model '/x': fetch it"), MemoryError("1 GiB is missing")])
 def test_start_raises_the_actors_error_even_if_ray_says_unavailable(error: Exception) -> None:
-    """Ray says at first that the actor cannot be reached, and why a moment later."""
+    """Ray first says that the actor cannot be reached, and gives the reason a moment later."""
     errors = iter([ActorUnavailableError("RPC error", b"0" * 16), of_a_constructor(error)])
 
     class Actor:
@@ -175,6 +175,6 @@ def test_start_raises_the_actors_error_even_if_ray_says_unavailable(error: Excep
     assert said[-1].endswith(f"{type(error).__name__}: {error}\n")
 
 
-def test_a_start_that_ray_does_not_explain_keeps_its_error() -> None:
+def test_start_raises_rays_error_if_ray_gives_no_reason() -> None:
     died = ActorDiedError()
     assert cause_of(died) is died

@@ -1,4 +1,5 @@
-"""Real stages and a real decode engine: a prompt whose group is gone goes on in another one, to the bit."""
+"""Tests, with real stages and a real decode engine, that a prompt whose group is lost resumes in another one
+with the same bits."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ METHODS = [
 
 
 class Line:
-    """Between the stages' threads and an engine. broken: K/V that is asked for is not to be had."""
+    """Connects the stages' threads and an engine. `broken`: KV cannot be fetched."""
 
     def __init__(self, engine: DecodeEngine) -> None:
         self.engine = engine
@@ -86,7 +87,7 @@ def job_of(name: str, method: MethodSpec, start: int = 0, attempt: int = 0) -> P
 
 
 async def read(controller: PrefillController, job: PrefillJob, until: int = TOKENS) -> list[Any]:
-    """Its events; the group is left in the middle once it has read so far."""
+    """Prefill a prompt and return its events. Leaves the group once `until` tokens are done."""
     events: list[Any] = []
     stream = controller.prefill(job)
     async for event in stream:
@@ -98,7 +99,7 @@ async def read(controller: PrefillController, job: PrefillJob, until: int = TOKE
 
 
 async def held(engine: DecodeEngine, name: str) -> list[np.ndarray]:
-    """All that a request holds: K and V of each layer, and its logits."""
+    """Return everything that a request has on the engine: K and V of each layer, and its logits."""
     parts = [
         await engine.kv(KVRange(request_id=name, layer=layer, start=0, tokens=TOKENS))
         for layer in range(LAYERS)
@@ -109,7 +110,7 @@ async def held(engine: DecodeEngine, name: str) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-async def test_a_resumed_prompt_is_the_same_to_the_bit(
+async def test_resumed_prompt_has_the_same_kv_and_logits_bit_for_bit(
     bench: Callable[..., Any], tiny_llama: Path, method: MethodSpec
 ) -> None:
     run = await bench(reader=InProcessReader)
@@ -153,7 +154,7 @@ async def test_report_of_a_resumed_prompt_counts_only_the_rest(
     await run.engine.cancel("a")
 
 
-async def test_lost_kv_fails_the_resumed_request_and_not_the_group(
+async def test_lost_kv_fails_the_resumed_request_but_not_the_group(
     bench: Callable[..., Any], tiny_llama: Path
 ) -> None:
     run = await bench(reader=InProcessReader)
@@ -174,7 +175,7 @@ async def test_lost_kv_fails_the_resumed_request_and_not_the_group(
 
 
 @pytest.mark.parametrize("start", [-128, 64, TOKENS, 768])
-async def test_a_start_that_makes_no_sense_is_refused(
+async def test_refuses_to_resume_at_an_impossible_token(
     bench: Callable[..., Any], tiny_llama: Path, start: int
 ) -> None:
     run = await bench(reader=InProcessReader)
@@ -204,7 +205,8 @@ def read_job(name: str, ids: list[int], method: MethodSpec, start: int = 0) -> P
 async def answer(
     run: Any, group: PrefillController, name: str, ids: list[int], method: MethodSpec, salt: str
 ) -> Any:
-    """Read by a group, from where the worker remembers; (tokens not read, K/V of the prompt, answer)."""
+    """Prefill a prompt in a group, from the end of its cached prefix, and answer it. Returns the number of
+    cached tokens, the prompt's KV, and the answer."""
     key = key_of(ids, method=method, salt=salt)
     found = await run.engine.find_prefix(key)
     start = resume_at(found.tokens if found else 0, len(ids), method)
@@ -223,9 +225,9 @@ async def answer(
 async def test_prompt_after_a_cached_prefix_equals_a_cold_prefill(
     bench: Callable[..., Any], tiny_llama: Path, method: MethodSpec
 ) -> None:
-    """For every method that is served: its choices may depend on where the prompt ends, but not what is
-    remembered of them. The shorter prompt ends at a block's boundary, where any method may go on, and a token
-    before and behind it. Each has a salt of its own, so that the longer prompt finds what it has left."""
+    """Covers every served method: its tiles may depend on where a prompt ends, but cached KV must not. The
+    shorter prompt ends at a block's boundary, one token before and one after. Each has its own salt, so that
+    the longer prompt finds only its KV."""
     run, cold = await bench(reader=InProcessReader), await bench(reader=InProcessReader)
     async with group(tiny_llama, Line(run.engine), 2) as near, group(tiny_llama, Line(cold.engine), 2) as far:
         starts = []

@@ -1,7 +1,7 @@
-"""No request waits for a compiler: what a prompt of any length would have compiled, warm-up has met.
+"""Tests that no request waits for a compiler: warm-up compiles all kernels for prompts of any length.
 
-On a GPU that computes nothing (`fake_gpu.py`), in a process of its own, since Triton's interpreter cannot be
-left once it is on.
+It uses a GPU that computes nothing (`fake_gpu.py`), in a separate process, since Triton's interpreter cannot
+be switched off once it is on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 METHODS = ("dense", "dpxa", "dpxa+delta", "xattention", "delta_xattention", "delta_kv", "streaming")
 SHAPE = replace(
     SHAPES["8b"], layers=4, hidden=256, intermediate=3072, vocab=512, positions=262_144
-)  # heads as they are: they decide how work is divided
+)  # the real numbers of heads, since they decide how work is divided
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 256, "vocab": 512, "positions": 262_144}
 EIGHT = MixtureConfig(experts=8, per_token=3, normed=True)
 EXPERTS = replace(SHAPES["30b-a3b"], **SMALL, mixture=EIGHT)
@@ -95,8 +95,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {one["name"]: one for one in map(json.loads, run.stdout.splitlines())}
 
 
-def test_two_stages_cut_a_layer_in_two() -> None:
-    """Without this the cases would cover no stage that begins with an MLP."""
+def test_cases_have_a_stage_that_begins_with_an_mlp() -> None:
+    """Otherwise the cases would cover no stage that begins with an MLP."""
     first, last = SHAPE.split(2)
     assert first.mlps.stop == last.mlps.start == first.layers.stop - 1
 
@@ -109,7 +109,7 @@ def test_without_a_warm_up_kernels_are_missing(found: dict[str, Any]) -> None:
     assert len(missing["_rule_kernel"]) >= 5, "one for each class of length"
 
 
-def test_options_that_are_compiled_in_need_a_warm_up_of_their_own(found: dict[str, Any]) -> None:
+def test_options_that_change_kernels_need_their_own_warm_up(found: dict[str, Any]) -> None:
     assert "anchors_hopper_kernel" in found["other options"]["missing"]
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_compiled_after_the_warm_up(found: dict[str, Any], name: str)
 
 
 @pytest.mark.parametrize("name", [*COLD, *WARM])
-def test_cached_launches_use_the_form_that_triton_would_choose(found: dict[str, Any], name: str) -> None:
+def test_cached_launches_use_the_kernel_that_triton_would_choose(found: dict[str, Any], name: str) -> None:
     assert found[name]["confused"] == []
 
 

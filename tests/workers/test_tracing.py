@@ -1,4 +1,4 @@
-"""Spans without a provider, and spans that are made after the fact."""
+"""Tests spans without a provider, and spans that are recorded after the work."""
 
 from __future__ import annotations
 

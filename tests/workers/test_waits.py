@@ -1,4 +1,4 @@
-"""A close that takes long says what it waits for."""
+"""Tests that a close that takes long logs what it waits for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HANG_S = 60.0
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """Return what was said, once something was. Nothing else is waited for so shortly."""
+    """Wait for the first logged lines, and return them."""
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(waits, "SLOW_S", 0.01)
 
@@ -59,7 +59,8 @@ def test_quick_block_logs_nothing_and_leaves_no_thread(caplog: pytest.LogCapture
 
 @contextmanager
 def held_up(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sequence[threading.Event]]:
-    """Calls of a method last until the second event is set. The first tells that one has begun."""
+    """Make calls of a method last until the second event is set. The first event is set when a call
+    begins."""
     began, let_go, method = threading.Event(), threading.Event(), getattr(owner, name)
 
     def call(*given: Any) -> Any:

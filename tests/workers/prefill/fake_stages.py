@@ -1,4 +1,4 @@
-"""Fake stages for a prefill controller: they know what a stage may never be asked."""
+"""Fake stages for tests of the prefill controller. They fail on calls that a stage must never get."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DENSE = method_spec("dense")
 
 
 class FakeStage:
-    """Runs commands one by one, each after `pause()` seconds; knows what a stage may never be asked."""
+    """Runs commands one by one, each after `pause()` seconds. Records calls that a stage must never get."""
 
     def __init__(self, stage: int, pause: Callable[[], float], trouble: Callable[[str], None]) -> None:
         self.stage, self.pause, self.trouble = stage, pause, trouble
@@ -28,7 +28,7 @@ class FakeStage:
         self.serials: list[int] = []
         """The serials of all opened requests, in order."""
         self.lent: dict[str, int] = {}
-        """Request id → the number of times to report its pages as still being read, after it is closed."""
+        """For each request id, how often `close` still reports that its pages are being read."""
         self.wrong: list[str] = []
         self.stopped = False
         self.stuck = False
@@ -162,7 +162,8 @@ async def collect(controller: PrefillController, work: PrefillJob) -> list[Any]:
 
 
 async def assert_clean(controller: PrefillController, fakes: list[FakeStage]) -> None:
-    """No page held, nothing open anywhere, every stage saw the same commands, nothing forbidden happened."""
+    """Check that no page is in use and nothing is open, that every stage got the same commands, and that no
+    forbidden call was made."""
     stats = await controller.stats()
     assert (stats.pages_free, stats.running, stats.waiting) == (stats.pages_total, 0, 0)
     assert stats.waiting_tokens == 0

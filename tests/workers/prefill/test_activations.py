@@ -1,4 +1,5 @@
-"""Hidden states between stages: threads by queue, processes by torch.distributed."""
+"""Tests hidden states between stages: in threads by queues, in processes by torch.distributed and shared
+memory."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ SECRET = b"known to all stages"
 
 
 @pytest.mark.parametrize(("stages", "kind"), [(3, "group"), (2, "peer"), (4, "peer")])
-def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
-    """Over gloo, and by copies from each other's memory."""
+def test_processes_send_chunks_to_the_next_stage_in_order(stages: int, kind: str) -> None:
+    """By gloo, and by copies from one another's memory."""
     _store, (_, port, secret) = host_store("127.0.0.1", processes=stages + 1)
     command = [sys.executable, "-W", "ignore", "-c", RANKS, str(stages), str(port), kind, secret.hex()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
@@ -109,7 +110,7 @@ def test_rendezvous_store_listens_only_on_its_address() -> None:
         pass
 
 
-def test_queues_pass_chunks_on_in_order() -> None:
+def test_queues_send_chunks_to_the_next_stage_in_order() -> None:
     first, middle, last = QueueActivations.chain(3)
     chunks = [torch.full((n, 4), float(n)) for n in (3, 1, 2)]
 
@@ -133,14 +134,14 @@ def test_closed_link_wakes_the_stage_that_waits_for_it() -> None:
         last.receive(3)
 
 
-def test_receiving_another_number_of_rows_closes_the_link() -> None:
+def test_wrong_number_of_rows_closes_the_link() -> None:
     first, last = QueueActivations.chain(2)
     first.send(torch.zeros(3, 4))
     with pytest.raises(LinkClosed, match="3 rows came, 4 were expected"):
         last.receive(4)
 
 
-def test_first_and_last_stage_have_one_neighbour() -> None:
+def test_first_and_last_stage_have_only_one_link() -> None:
     first, last = QueueActivations.chain(2)
     for ends in (NoActivations(), first):
         with pytest.raises(LinkClosed):
@@ -154,7 +155,8 @@ def test_first_and_last_stage_have_one_neighbour() -> None:
 
 
 class OneProcess:
-    """Memory of neighbours that are threads here. `happened` holds what their devices have still to do."""
+    """The memory of stages that are threads of this process. `happened` collects the work that their devices
+    still have to do."""
 
     def __init__(self) -> None:
         self.exported: list[torch.Tensor] = []
@@ -176,7 +178,7 @@ class OneProcess:
 
 
 def neighbours(*memory: OneProcess) -> list[PeerActivations]:
-    """Linked stages, one for each memory's device."""
+    """Return linked stages, one for each memory's device."""
     store, like = dist.HashStore(), torch.empty(0, 4)
     shared = memory[0].exported
     for one in memory:
@@ -190,7 +192,7 @@ def neighbours(*memory: OneProcess) -> list[PeerActivations]:
         return [end.result(60) for end in ends]
 
 
-def test_a_slot_is_written_again_only_after_it_was_copied() -> None:
+def test_ring_slot_is_reused_only_after_it_was_copied() -> None:
     sender, receiver = OneProcess(), OneProcess()
     first, last = neighbours(sender, receiver)
     receiver.happened.clear()

@@ -1,4 +1,4 @@
-"""Chunks of prompts, against every possible cut, and the time that the pipeline takes with them."""
+"""Compares planned chunks with every possible cut of a prompt, and checks the simulated pipeline time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from deltafront.workers.prefill.group.chunks import (
 )
 
 LINEAR, PAIR, QKV = 218_103_808, 8192, 25_165_824
-"""Multiply-adds of an 8B layer: for each token, for each pair of query and key, and those of q, k and v."""
+"""Multiply-adds of an 8B layer: per token, per pair of query and key, and of the QKV projection per token."""
 FEED = 176_160_768
-"""Those of its MLP."""
+"""Multiply-adds of its MLP per token."""
 DENSE, SPARSE = method_spec("dense"), method_spec("dpxa")
 
 
@@ -33,17 +33,17 @@ def over(stages: int, quantised: bool = False) -> ModelWork:
 
 
 def cost_of(per_pair: float, fixed: float, factors: tuple[float, ...], even: int = 128) -> ChunkCost:
-    """Stages that take so many times as long as each other, whatever the chunk."""
+    """Return the cost of stages whose times have these ratios for every chunk."""
     return ChunkCost(tuple(StageCost(one, one * per_pair, one * fixed) for one in factors), even)
 
 
 def alike(cost: ChunkCost, stages: int | None = None) -> ChunkCost:
-    """The same with stages that are all as the mean one."""
+    """Return the same cost with all stages equal to the mean stage."""
     return replace(cost, stages=(cost.mean,) * (stages or len(cost.stages)))
 
 
 def ways(tokens: int, largest: int, even: int = 128) -> Iterator[tuple[int, ...]]:
-    """Every cut into multiples of 128, and of `even` from there on, and a last chunk of any length."""
+    """Yield every cut into multiples of 128 (from `even` on, of `even`) and a last chunk of any length."""
     if 0 < tokens <= largest:
         yield (tokens,)
     for size in range(128, min(largest, tokens - 1) + 1, 128):
@@ -62,8 +62,9 @@ def test_equal_stages_take_the_time_of_a_proportionate_flow_shop() -> None:
         assert takes(sizes, start, cost) == pytest.approx(sum(chunks) + (stages - 1) * max(chunks))
 
 
-def test_unequal_stages_take_the_time_of_the_costliest_path() -> None:
-    """Paths go from the first chunk at the first stage to the last at the last, one step at a time."""
+def test_unequal_stages_take_the_time_of_the_slowest_path() -> None:
+    """Paths go from the first chunk on the first stage to the last chunk on the last stage, one step at a
+    time."""
     for seed in range(50):
         rng = random.Random(seed)
         sizes = tuple(rng.randrange(1, 9) * 128 for _ in range(rng.randrange(1, 7)))
@@ -99,7 +100,7 @@ def test_unequal_stages_take_the_time_of_the_costliest_path() -> None:
     ],
     ids=str,
 )
-def test_no_other_cut_is_much_faster(
+def test_planned_chunks_are_nearly_the_fastest_cut(
     stages: tuple[float, ...], percent: float, per_pair: float, fixed: float
 ) -> None:
     _no_other_cut(cost_of(per_pair, fixed, stages), percent)
@@ -108,10 +109,11 @@ def test_no_other_cut_is_much_faster(
 @pytest.mark.parametrize("fixed", [5.0, 60.0, 300.0, 2000.0])
 @pytest.mark.parametrize("per_pair", [1e-5, 1e-3])
 @pytest.mark.parametrize("stages", [((0.98, 1.03), (1.02, 0.97)), ((1.02, 0.8), (0.98, 1.2))], ids=str)
-def test_no_other_cut_is_much_faster_for_stages_of_different_work(
+def test_planned_chunks_are_nearly_the_fastest_for_unequal_stages(
     stages: tuple[tuple[float, float], ...], per_pair: float, fixed: float
 ) -> None:
-    """One has more products, the other more of attention: which is the slower changes within a prompt."""
+    """One stage has more GEMMs, the other more attention, so that the slower stage changes within a
+    prompt."""
     _no_other_cut(ChunkCost(tuple(StageCost(one, more * per_pair, fixed) for one, more in stages)), 3)
 
 
@@ -127,7 +129,7 @@ def _no_other_cut(cost: ChunkCost, percent: float) -> None:
 @pytest.mark.parametrize("fixed", [60.0, 300.0])
 @pytest.mark.parametrize("stages", [(1.0, 1.0), (1.0, 0.94), (1.0, 1.0, 0.9)], ids=str)
 def test_longer_chunks_are_multiples_of_a_coarser_step(stages: tuple[float, ...], fixed: float) -> None:
-    """Against every way in such steps; what is left of a prompt falls where it may."""
+    """Compared with every cut into such multiples and a rest at any place."""
     cost = cost_of(1e-3, fixed, stages, even=512)
     for tokens, largest in ((1664, 1024), (1536, 1536), (1500, 1024)):
         sizes = plan_chunks(0, tokens, largest, cost)
@@ -136,8 +138,9 @@ def test_longer_chunks_are_multiples_of_a_coarser_step(stages: tuple[float, ...]
         assert takes(sizes, 0, cost) <= 1.04 * best, (sizes, tokens)
 
 
-def test_stage_work_counts_exactly_what_the_stage_computes() -> None:
-    """Two stages: 15 layers and the attention of the 16th; then the rest, with only QKV in the last layer."""
+def test_stage_work_counts_the_stages_multiply_adds_exactly() -> None:
+    """The first stage has 15 layers and the attention of the 16th. The second has the rest, with only QKV in
+    the last layer."""
     first, last = over(2).stages
     assert first == StageWork(16 * LINEAR - FEED, 16 * PAIR, halves=31)
     assert last == StageWork(FEED + 15 * LINEAR + QKV, 15 * PAIR, halves=32)
@@ -148,7 +151,7 @@ def test_stage_work_counts_exactly_what_the_stage_computes() -> None:
 
 
 def test_chunks_shrink_under_dense_and_grow_under_sparse_attention() -> None:
-    """A different stage is the slower one under each."""
+    """The slower stage is a different one for each."""
     for method, slower in ((DENSE, 0), (SPARSE, 1)):
         cost = over(2).chunk_cost(method)
         whole = [stage.of(0, 131_072) for stage in cost.stages]
@@ -161,8 +164,8 @@ def test_chunks_shrink_under_dense_and_grow_under_sparse_attention() -> None:
 
 
 def test_chunks_shrink_towards_the_end_for_a_lighter_last_stage() -> None:
-    """Two stages of whole layers. What a prompt of 131,072 tokens gains by it over the best cut for equal
-    stages, by this model: a hundredth."""
+    """The stages have whole layers. For 131,072 tokens, the plan is about 1% faster than the best plan for
+    equal stages."""
     stages = StageWork(16 * LINEAR, 16 * PAIR, 32), StageWork(15 * LINEAR + QKV, 15 * PAIR, 31)
     for method, least in ((SPARSE, 0.012), (DENSE, 0.012)):
         cost = ModelWork(stages).chunk_cost(method)
@@ -175,7 +178,7 @@ def test_chunks_shrink_towards_the_end_for_a_lighter_last_stage() -> None:
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 @pytest.mark.parametrize("tokens", [131_072, 524_288])
-def test_long_prompts_lose_little_to_filling_and_draining(tokens: int, stages: int, method: object) -> None:
+def test_long_prompts_lose_little_time_to_pipeline_bubbles(tokens: int, stages: int, method: object) -> None:
     cost = over(stages).chunk_cost(method)  # type: ignore[arg-type]
     sizes = plan_chunks(0, tokens, 16_384, cost)
     alone = takes(even_chunks(0, tokens, 16_384), 0, alike(cost, 1))
@@ -190,8 +193,8 @@ def test_long_prompts_lose_little_to_filling_and_draining(tokens: int, stages: i
 
 
 def test_chunks_shrink_as_attention_grows() -> None:
-    """Each size is rounded to a multiple of `even`, so it is off by half of it at most: a chunk may be one
-    multiple longer than the one before it, not two."""
+    """Sizes are rounded to multiples of `even`, so that a chunk may be one multiple longer than the previous
+    one, but not two."""
     equal = alike(over(2).chunk_cost(DENSE))
     sizes = plan_chunks(0, 131_072, 16_384, equal)
     assert all(b <= a + equal.even for a, b in itertools.pairwise(sizes)) and sizes[-2] < sizes[0] / 2
@@ -201,7 +204,7 @@ def test_chunks_shrink_as_attention_grows() -> None:
 
 
 def test_fp8_gemms_change_only_a_chunks_cost_per_token() -> None:
-    """In seconds: a token's worth takes 660 / 1210 of the time."""
+    """In seconds, a token's GEMMs take 660 / 1210 of the time."""
     for method in (DENSE, SPARSE):
         both = over(2).chunk_cost(method).stages, over(2, quantised=True).chunk_cost(method).stages
         for plain, quick in zip(*both, strict=True):
@@ -215,7 +218,7 @@ def test_fp8_gemms_change_only_a_chunks_cost_per_token() -> None:
     assert chunks[1] < chunks[0], "longer ones, since each costs as much beside its tokens as before"
 
 
-def test_one_stage_and_small_models_take_the_largest_chunks() -> None:
+def test_one_stage_and_small_models_get_the_largest_chunks() -> None:
     assert plan_chunks(0, 40_000, 16_384, over(1).chunk_cost(DENSE)) == (16_384, 16_384, 7_232)
     small = ModelWork((StageWork(15 * 3_538_944, 15 * 1152, 30),) * 2)
     assert len(plan_chunks(0, 40_000, 16_384, small.chunk_cost(SPARSE))) == 3

@@ -1,5 +1,5 @@
-"""Stages that begin and end within a layer: whatever is cut where, they hand over what one stage does, bit by
-bit."""
+"""Tests stages that begin or end inside a layer: for any cuts, they hand over the same KV and logits as one
+stage, bit by bit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..tiny_model import LAYERS, random_ids
 from .test_prefill_stage import DENSE, SPARSE, Collector, pipeline, prefill
 
 CUTS = [(1,), (5,), (7,), (1, 3), (3, 6), (2, 5, 7), (1, 3, 5, 7)]
-"""In halves of layers, A0 M0 A1 M1 …; at an odd number a layer is cut in two. The last of these leaves the
-first stage an attention alone, and the others a MLP and the next layer's attention."""
+"""Cuts, counted in halves of layers: attention 0, MLP 0, attention 1, … An odd number cuts a layer in two. In
+the last case the first stage has only an attention, each later one an MLP and the next layer's attention."""
 
 
 def force(monkeypatch: pytest.MonkeyPatch, halves: Sequence[int]) -> None:
-    """Have every model cut so where it is cut at all."""
+    """Make `ModelConfig.split` use these cuts."""
     bounds = itertools.pairwise([0, *halves, 2 * LAYERS])
     shares = tuple(LayerShare(range((a + 1) // 2, (b + 1) // 2), range(a // 2, b // 2)) for a, b in bounds)
 
@@ -59,10 +59,10 @@ async def test_layers_cut_between_stages_give_the_same_kv_and_logits(
 
 
 @pytest.mark.parametrize("halves", CUTS, ids=str)
-def test_warm_up_runs_every_part_that_a_stage_has(
+def test_warm_up_runs_the_mlp_with_which_a_stage_begins(
     model: ModelSpec, halves: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With many rows: the MLP that a cut stage begins with, and its first whole layer's MLP."""
+    """With many rows: the MLP with which a stage begins, and the MLP of its first whole layer."""
     force(monkeypatch, halves)
     original = DecoderLayer.mlp
     seen: set[tuple[int, bool]] = set()

@@ -1,4 +1,4 @@
-"""Phase timers: exclusive time when phases nest, and time outside phases counted nowhere."""
+"""Tests phase timers: nested phases count exclusive time, and time outside phases counts nowhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FakeClock:
         return self.now
 
 
-def test_nested_phases_share_out_the_time_between_them() -> None:
+def test_nested_phases_count_only_their_own_time() -> None:
     clock = FakeClock()
     with mock.patch.object(time, "perf_counter", clock.perf_counter):
         timer = PhaseTimer()
@@ -42,7 +42,7 @@ def test_nested_phases_share_out_the_time_between_them() -> None:
 
 
 def test_phase_counts_for_the_layer_it_begins_in() -> None:
-    """The layers' shares add up to each phase's total."""
+    """The layers' times add up to each phase's total."""
     clock = FakeClock()
     with mock.patch.object(time, "perf_counter", clock.perf_counter):
         timer = PhaseTimer()
@@ -112,7 +112,7 @@ def test_adjacent_phases_share_one_cuda_event() -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_launched_ahead_is_from_the_last_launch_to_the_chunks_end(on_gpu: bool) -> None:
+def test_reports_the_time_from_the_last_launch_to_the_chunks_end(on_gpu: bool) -> None:
     clock, timer = FakeClock(), mock.MagicMock()
     timer.seconds.return_value = {"projection": 2.0}
     timer.mark.return_value.synchronize = lambda: setattr(clock, "now", clock.now + 1.5)
@@ -133,7 +133,7 @@ def test_launched_ahead_is_from_the_last_launch_to_the_chunks_end(on_gpu: bool) 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_phases_measure_the_device_without_waiting_for_it() -> None:
     x = torch.randn(8192, 8192, device="cuda")
-    (x @ x) + 1  # a kernel that is loaded at its first launch waits for the device
+    (x @ x) + 1  # loading a kernel at its first launch waits for the device
     torch.cuda.synchronize()
     began = time.perf_counter()
     timer = CudaPhases()

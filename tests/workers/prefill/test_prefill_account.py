@@ -1,4 +1,4 @@
-"""The books of one request: what adds up to wall, and whose time is whose."""
+"""Tests the times in a prompt's report: which parts add up, and which request they belong to."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def report(stage: int, wall: float, launched_ahead: float | None = None, **phase
 
 
 def test_account_separates_two_requests_on_the_last_stage() -> None:
-    """Last stage: another's chunk 7-12 (3 s of it in our window), ours 12-16, another's 16-17, ours 17-19."""
+    """The last stage runs another request's chunk from 7 to 12 s (3 s of it after our start), ours from 12 to
+    16, another's from 16 to 17, and ours from 17 to 19."""
     account = Account(stages=2, method=method_spec("dense"), arrived=5.0)
     account.other_chunk(1.0, 6.0)
     account.began = 9.0
@@ -53,7 +54,8 @@ def test_account_separates_two_requests_on_the_last_stage() -> None:
 
 
 def test_gpu_that_finishes_with_the_last_launch_is_launch_bound() -> None:
-    """Soon is in the chunk's own time, without its waiting for the stage before; a CPU has no lead."""
+    """The limit is a share of the chunk's own time, without its wait for the previous stage. A CPU is never
+    launch bound."""
     account = Account(stages=2, method=method_spec("dense"), arrived=0.0)
     account.began = 0.0
     account.record_chunk(
@@ -65,7 +67,9 @@ def test_gpu_that_finishes_with_the_last_launch_is_launch_bound() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), seconds, st.floats(0, 1)), max_size=12), seconds)
-def test_critical_always_adds_up_to_wall(chunks: list[tuple[bool, float, float]], gap: float) -> None:
+def test_critical_parts_always_add_up_to_the_wall_time(
+    chunks: list[tuple[bool, float, float]], gap: float
+) -> None:
     account = Account(stages=1, method=method_spec("dense"), arrived=0.0)
     account.began = now = 1.0
     for own, wall, used in chunks:
@@ -79,7 +83,7 @@ def test_critical_always_adds_up_to_wall(chunks: list[tuple[bool, float, float]]
     assert all(value >= -1e-6 for value in done.critical.values())
 
 
-def test_throughput_ignores_idle_time_and_old_chunks() -> None:
+def test_prefill_rate_ignores_idle_time_and_old_chunks() -> None:
     throughput = Throughput()
     assert throughput.tokens_per_second == 0.0
     throughput.record_chunk(500, sent=0.0, ended=1.0)
@@ -92,7 +96,7 @@ def test_throughput_ignores_idle_time_and_old_chunks() -> None:
     assert throughput.tokens_per_second == pytest.approx(100.0, rel=0.02)
 
 
-def test_throughput_forgets_rates_from_before_an_idle_minute() -> None:
+def test_prefill_rate_is_reset_after_an_idle_minute() -> None:
     throughput = Throughput()
     assert throughput.idle(5.0) == math.inf
     throughput.record_chunk(500, sent=0.0, ended=60.0)

@@ -1,4 +1,4 @@
-"""The prefill controller over fake stages: order, chunks in flight, pages and cancels."""
+"""Tests the prefill controller with fake stages: order, chunks in flight, pages and cancellations."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_prompt_yields_its_chunks_and_then_a_report() -> None:
 
 @timeless
 async def test_chunks_in_flight_are_bounded_and_short_prompts_overtake() -> None:
-    """The first stage has one chunk running and one queued; in all there is one more than stages."""
+    """The first stage has one chunk running and one queued. In all, there is one chunk more than stages."""
     controller, fakes = make(stages=3)
     long = asyncio.create_task(collect(controller, job("long", 900)))
     await asyncio.sleep(0)
@@ -87,7 +87,7 @@ async def test_chunks_in_flight_are_bounded_and_short_prompts_overtake() -> None
 
 
 @timeless
-async def test_prompts_are_cut_as_planned_if_chunk_costs_are_known() -> None:
+async def test_cuts_prompts_as_planned_if_chunk_costs_are_known() -> None:
     config = PrefillConfig(stages=3, chunk_tokens=4096, cache_tokens=65_536)
     fakes = [FakeStage(stage, lambda: 0.001, no_trouble) for stage in range(3)]
     layers = (11, 11, 10)
@@ -102,8 +102,8 @@ async def test_prompts_are_cut_as_planned_if_chunk_costs_are_known() -> None:
 
 
 @timeless
-async def test_a_request_ages_only_while_nothing_of_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both prompts have one length; the overtaken one has earned its turn."""
+async def test_request_ages_only_while_none_of_its_chunks_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both prompts have the same length. The overtaken one has earned its turn."""
     monkeypatch.setattr(schedule, "AGEING", 1e6)
     config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=4096)
     fake = FakeStage(0, lambda: 0.002, no_trouble)
@@ -138,14 +138,14 @@ async def test_refused_prompts_take_no_pages() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 64, 200])
-def test_chunks_are_whole_tiles(chunk_tokens: int) -> None:
+def test_refuses_chunk_sizes_that_are_no_multiple_of_a_tile(chunk_tokens: int) -> None:
     with pytest.raises(ValueError, match="multiple of 128"):
         PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens), lambda _: None, no_pulse)
 
 
 @timeless
 async def test_pages_are_free_only_when_no_decode_worker_reads_them() -> None:
-    """Stages are polled until then, and other requests continue meanwhile."""
+    """Until then the controller asks the stages again and again, and other requests continue."""
     controller, fakes = make(stages=2, pages=64)
     fakes[1].lent["a"] = 5
     await collect(controller, job("a", 300))
@@ -179,7 +179,7 @@ async def test_pages_are_free_only_when_every_stage_has_closed() -> None:
 
 
 @timeless
-async def test_a_cancel_abandons_chunks_in_flight_and_only_those() -> None:
+async def test_cancel_abandons_only_the_requests_chunks_in_flight() -> None:
     controller, fakes = make(pause=lambda: 0.02)
     stream = controller.prefill(job("a", 1000))
     await anext(stream)
@@ -209,7 +209,7 @@ class HeldStage(FakeStage):
 
 
 async def test_chunks_end_in_the_order_they_were_sent() -> None:
-    """Even where the event loop hears of the later one first."""
+    """Even if the later chunk's answer reaches the event loop first."""
     fakes = [HeldStage(0), HeldStage(1)]
     config = PrefillConfig(stages=2, chunk_tokens=128, cache_tokens=1024)
     controller = controller_of(list(fakes), config)

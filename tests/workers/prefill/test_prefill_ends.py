@@ -1,4 +1,5 @@
-"""Ends of requests and of the group: deadlines, leases, failures, stops and cancels at random moments."""
+"""Tests ends of requests and of the group: deadlines, leases, failures, stops and cancellations at random
+moments."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ from .fake_stages import (
 
 @timeless
 async def test_lost_group_stops_polling_stages_for_free_pages() -> None:
-    """Also if it is lost between two polls: no answer would come from a dead stage."""
+    """Also if it is lost between two polls, since a dead stage would never answer."""
     controller, fakes = make()
     fakes[0].lent["a"] = 10**9
     reading = asyncio.create_task(collect(controller, job("a", 128)))
     while not (fakes[0].lent["a"] < 10**9 - 3 and all(one.done() for fake in fakes for one in fake._owed)):
         await asyncio.sleep(0.0001)
-    await asyncio.sleep(0.001)  # the answers have been heard, and it pauses
+    await asyncio.sleep(0.001)  # the answers have arrived, and the controller pauses
     asked = fakes[0].log.count(("close", "a", 0))
     controller._fail(RuntimeError("stage 1 died"))
     await reading
@@ -51,7 +52,7 @@ async def test_lost_group_stops_polling_stages_for_free_pages() -> None:
 
 
 @timeless
-async def test_stopping_group_logs_the_calls_its_stages_owe(
+async def test_stopping_group_logs_its_stages_unanswered_commands(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waits, "SLOW_S", 0.01)
@@ -95,7 +96,7 @@ async def test_deadline_and_lease_end_a_request() -> None:
 
 @timeless
 async def test_lease_is_checked_again_before_it_ends_a_request() -> None:
-    """Renewals that queued while the process was suspended then count."""
+    """So renewals that queued while the process was suspended still count."""
     controller, fakes = make(pages=320, pause=lambda: 0.5, lease=5.0)
     reading = asyncio.create_task(collect(controller, job("a", 128 * 40)))
     await asyncio.sleep(5.25)
@@ -127,7 +128,7 @@ async def test_failed_request_leaves_the_others_running(
 
 
 @timeless
-async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
+async def test_dead_stage_fails_all_requests_with_one_line() -> None:
     controller, fakes = make(pause=lambda: 0.003)
     jobs = [asyncio.create_task(collect(controller, job(name, 300))) for name in "abc"]
     closing = asyncio.create_task(controller.cancel("a"))
@@ -148,8 +149,8 @@ async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
 
 
 @timeless
-async def test_stopping_waits_for_the_calls_its_stages_owe() -> None:
-    """Otherwise a task would be left in an event loop that is about to end."""
+async def test_stopping_group_waits_for_its_stages_answers() -> None:
+    """Otherwise a task would remain in an event loop that is about to end."""
 
     def trouble(_request_id: str) -> None:
         raise RuntimeError("stage 1 died")
@@ -177,7 +178,7 @@ async def test_check_notices_a_stage_that_died_while_idle() -> None:
 
 
 async def read(controller: PrefillController, work: PrefillJob, stop_after: int) -> tuple[str, list[Any]]:
-    """Read at most stop_after events, then close the stream. Returns how it ended."""
+    """Read at most stop_after events, then close the stream. Returns how the request ended."""
     seen: list[Any] = []
     stream = controller.prefill(work)
     try:
@@ -194,7 +195,7 @@ async def read(controller: PrefillController, work: PrefillJob, stop_after: int)
 
 
 async def abuse(seed: int, fatal: bool) -> None:
-    """Ten requests that end in every way at random moments."""
+    """Run ten requests that end in every way at random moments."""
     rng = random.Random(seed)
     poisoned = {f"r{rng.randrange(10)}"}
 
@@ -230,7 +231,7 @@ async def abuse(seed: int, fatal: bool) -> None:
         assert len(terminal) == (ending == "ended") or (ending == "closed" and terminal == seen[-1:])
         assert all(isinstance(event, ChunkRead) for event in seen[:-1])
     if any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes):
-        # A reader that is cancelled while it waits for its pages does not see them come back.
+        # A caller that is cancelled while it waits for free pages does not see them become free.
         async with asyncio.timeout(1):
             while controller._requests._pool.used:
                 await asyncio.sleep(1e-3)
@@ -242,6 +243,6 @@ async def abuse(seed: int, fatal: bool) -> None:
 
 @pytest.mark.parametrize("fatal", [False, True])
 @timeless
-async def test_pages_are_free_however_requests_end(fatal: bool) -> None:
+async def test_frees_all_pages_however_requests_end(fatal: bool) -> None:
     for seed in range(60):
         await asyncio.wait_for(abuse(seed, fatal), 60)

@@ -1,4 +1,5 @@
-"""The prefill group on real Ray: two stages over gloo, K/V by object store to a fake decode worker."""
+"""Tests the prefill group on real Ray: two stages linked by gloo send KV through the object store to a fake
+decode worker."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, random_ids, whole_prompt
 
 DENSE = method_spec("dense")
 HANG_S = 300.0
-"""Longest wait for what must happen: a guard against hanging, never a measure."""
+"""Maximum seconds to wait for an expected event, so that a failing test does not hang."""
 CONFIG = PrefillConfig(
     stages=2, chunk_tokens=128, cache_tokens=4096, cpus_per_stage=0.5, stream_lease_s=600.0
 )
@@ -40,7 +41,7 @@ CONFIG = PrefillConfig(
 
 @pytest.fixture(scope="module")
 def group(cluster: Any, model: ModelSpec) -> Iterator[PrefillGroup]:
-    """Whole after every test: those that take something away see it healed."""
+    """A group that the tests share. A test that damages it waits until it is replaced."""
     made = PrefillGroup(model, CONFIG)
     yield made
     made.stop()
@@ -48,7 +49,8 @@ def group(cluster: Any, model: ModelSpec) -> Iterator[PrefillGroup]:
 
 @pytest.fixture(scope="module")
 def worker(cluster: Any) -> Iterator[Any]:
-    """An actor that pulls what is announced, as a decode worker would; defined here to travel by value."""
+    """Start an actor that copies announced KV, as a decode worker does. Its class is local, so that Ray
+    pickles it by value."""
     from deltafront.workers.kv.handoff.object_store import pull
 
     class FakeDecode:
@@ -96,7 +98,7 @@ def worker(cluster: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def decode(worker: Any) -> Any:
-    """Its name and itself, without what an earlier test had it pull."""
+    """Return the actor's name and the actor, without KV of an earlier test."""
     ray.get(worker[1].forget.remote())
     return worker
 
@@ -115,7 +117,7 @@ async def drained(group: PrefillGroup) -> bool:
     return stats.pages_free == stats.pages_total and not any(await group.head.stage_pages.remote())
 
 
-async def test_prefill_hands_over_all_layers_and_the_right_logits(
+async def test_prefill_hands_over_all_layers_and_the_logits(
     group: PrefillGroup, decode: Any, model: ModelSpec
 ) -> None:
     name, actor = decode
@@ -148,7 +150,8 @@ async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGro
 
 async def test_abandon_overtakes_a_running_chunk_and_commands_keep_order(cluster: Any) -> None:
     class Slow:
-        """A stage whose chunks end only when they are abandoned; defined here to travel by value."""
+        """A stage whose chunks end only when they are abandoned. The class is local, so that Ray pickles it
+        by value."""
 
         def __init__(self) -> None:
             self.wanted, self.order = True, list[str]()
@@ -183,7 +186,7 @@ async def test_abandon_overtakes_a_running_chunk_and_commands_keep_order(cluster
     assert await asyncio.gather(*replies) == ["stopped", *(list("abcde"[: n + 1]) for n in range(5))]
     ray.kill(actor)
     with pytest.raises(RuntimeError, match="stage 0 died"):
-        while True:  # Ray kills in its own time
+        while True:  # Ray kills actors with a delay
             await stage.pages_used()
 
 
@@ -197,7 +200,7 @@ async def test_cancelling_the_stream_cancels_its_request(group: PrefillGroup, de
             await asyncio.sleep(0.02)
 
 
-async def test_a_lost_decode_worker_fails_one_request_and_not_the_group(
+async def test_lost_decode_worker_fails_its_request_but_not_the_group(
     group: PrefillGroup, decode: Any
 ) -> None:
     with pytest.raises(PrefillFailed, match="decode:nobody did not take KV"):
@@ -216,7 +219,7 @@ async def pid_of(group: PrefillGroup, stage: int) -> int:
 
 
 async def healed(group: PrefillGroup) -> None:
-    """Check the group's health like Serve, until it has a new head. No check may fail."""
+    """Check the group's health as Serve does, until it has a new head. No check may fail."""
     lost = group.name
     async with asyncio.timeout(HANG_S):
         while group.name == lost or group._rebuilding is None or not group._rebuilding.done():
@@ -236,7 +239,7 @@ async def assert_reads_rightly(group: PrefillGroup, decode: Any, model: ModelSpe
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_a_killed_stage_ends_the_group_and_only_it_is_loaded_again(
+async def test_only_a_killed_stage_is_loaded_again(
     group: PrefillGroup, decode: Any, model: ModelSpec, victim: int
 ) -> None:
     await group.check_health()
@@ -263,10 +266,10 @@ async def test_a_killed_stage_ends_the_group_and_only_it_is_loaded_again(
 @pytest.mark.parametrize(
     ("read", "owes"), [(0, "opening a"), (512, "the chunk of a at token")], ids=["first chunk", "later"]
 )
-async def test_a_stopped_stage_is_noticed_ended_and_replaced(
+async def test_replaces_a_stopped_stage(
     group: PrefillGroup, decode: Any, model: ModelSpec, read: int, owes: str
 ) -> None:
-    """SIGSTOP: it does not die, and it does not answer; also where no controller knows yet how long a chunk
+    """A stage stopped by SIGSTOP neither dies nor answers. Also before the controller knows how long a chunk
     takes."""
     if not read:
         ray.kill(group.head)
@@ -287,7 +290,7 @@ async def test_a_stopped_stage_is_noticed_ended_and_replaced(
             await asyncio.sleep(0.05)
 
 
-async def test_a_lost_controller_is_replaced_and_all_stages_stay(
+async def test_replaces_a_lost_controller_and_keeps_all_stages(
     group: PrefillGroup, decode: Any, model: ModelSpec
 ) -> None:
     pids, head = [await pid_of(group, stage) for stage in range(2)], group.head
@@ -303,7 +306,7 @@ async def test_a_lost_controller_is_replaced_and_all_stages_stay(
     await assert_reads_rightly(group, decode, model, "after")
 
 
-def test_placement_has_one_bundle_for_the_replica_and_each_stage() -> None:
+def test_placement_has_a_bundle_for_the_replica_and_each_stage() -> None:
     bundles, strategy = placement(PrefillConfig(stages=3, cpus_per_stage=2.0, gpus_per_stage=1.0))
     assert bundles == [{"CPU": 0.1}] + 3 * [{"CPU": 2.0, "GPU": 1.0}]
     assert strategy == "PACK"

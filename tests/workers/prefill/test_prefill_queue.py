@@ -1,4 +1,4 @@
-"""Requests that wait in a prefill group for their turn and their pages, and what is left of them: nothing."""
+"""Tests requests that wait in a prefill group for their turn and their pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .fake_stages import FakeStage, assert_clean, collect, controller_of, job, m
 
 @timeless
 async def test_prompts_that_do_not_fit_together_wait_for_each_other() -> None:
-    """Three that hold over half of the pages each: none is refused."""
+    """Three prompts need more than half of the pages each. None is refused."""
     controller, fakes = make(pages=64)
     outcomes = await asyncio.gather(*(collect(controller, job(name, 600)) for name in "abc"))
     assert all(isinstance(events[-1], PrefillDone) for events in outcomes)
@@ -30,7 +30,7 @@ async def test_prompts_that_do_not_fit_together_wait_for_each_other() -> None:
 
 @timeless
 async def test_controllers_never_reuse_a_request_serial() -> None:
-    """Stages outlive their controller, and an `abandon` of the dead one's may still be on its way."""
+    """Stages outlive their controller, and an `abandon` of the dead controller may still arrive."""
     named: list[int] = []
     for _ in range(2):
         controller, fakes = make(pages=64)
@@ -41,7 +41,7 @@ async def test_controllers_never_reuse_a_request_serial() -> None:
 
 
 async def ways_to_go(controller: Any, name: str) -> list[Any]:
-    """A request of 600 tokens that ends while it waits, and how."""
+    """Run a request of 600 tokens that ends while it waits, and return how it ended."""
     if name == "late":
         return await collect(controller, job(name, 600, deadline=time.time() + 0.02))
     if name == "closed":
@@ -79,7 +79,7 @@ async def test_request_that_ends_while_queued_never_reaches_a_stage(name: str) -
 
 
 @timeless
-async def test_a_full_queue_refuses_with_the_mean_time_until_its_next_place() -> None:
+async def test_full_queue_refuses_with_the_time_until_a_place_is_free() -> None:
     config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, max_waiting=2, stream_lease_s=1e6)
     fake = FakeStage(0, lambda: 0.5, no_trouble)
     controller = controller_of([fake], config)
@@ -112,7 +112,7 @@ async def test_a_full_queue_refuses_with_the_mean_time_until_its_next_place() ->
 
 @timeless
 async def test_big_prompt_is_not_starved_by_small_ones_holding_pages() -> None:
-    """A stream of small prompts, always enough of them to fill the stage."""
+    """There are always enough small prompts to fill the stage."""
     config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, stream_lease_s=1e6)
     fake = FakeStage(0, lambda: 0.01, no_trouble)
     controller = controller_of([fake], config)

@@ -1,4 +1,4 @@
-"""The chunks of a prompt that is resumed in another group."""
+"""Tests the chunks of a prompt that another group resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deltafront.workers.prefill.group.request_table import Request
 
 
 class Uneven(ChunkSizes):
-    """Cuts like a group with a plan: the size depends on where a chunk begins."""
+    """Chunk sizes that depend on where a chunk begins, as in a planned cut."""
 
     def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
         return (512, 256, tokens - 768) if start == 0 else (tokens - start,)
@@ -20,8 +20,8 @@ class Uneven(ChunkSizes):
 @pytest.mark.parametrize(
     ("start", "cut"), [(0, [512, 256, 232]), (512, [256, 232]), (768, [232]), (640, [360])]
 )
-def test_resumed_prompt_is_cut_as_from_its_beginning(start: int, cut: list[int]) -> None:
-    """If no chunk of that cut begins at the start, an extra chunk does."""
+def test_resumed_prompt_is_cut_at_the_same_tokens_as_a_new_one(start: int, cut: list[int]) -> None:
+    """If no chunk of that cut begins at the start token, the cut is made from there."""
     job = PrefillJob(
         request_id="a",
         token_ids=bytes(4000),

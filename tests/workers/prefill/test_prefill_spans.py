@@ -1,4 +1,4 @@
-"""The spans of prompts and of their chunks, of a controller and of a stage."""
+"""Tests trace spans of prompts and chunks, from a controller and from a stage."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def finished(span: ReadableSpan) -> Any:
 
 
 @timeless
-async def test_a_prompts_span_holds_its_wait_and_its_chunks() -> None:
-    """The span begins when the prompt arrives; its queue ends where the report says."""
+async def test_prompt_span_contains_its_queue_time_and_chunks() -> None:
+    """The span begins when the prompt arrives. Its queue part ends at the time that the report gives."""
     recorder = Recorder()
     controller, fakes = traced(recorder)
     first, second = await asyncio.gather(
@@ -64,7 +64,7 @@ async def test_a_prompts_span_holds_its_wait_and_its_chunks() -> None:
 
 
 @timeless
-async def test_stage_gets_the_span_of_its_chunk() -> None:
+async def test_stage_gets_its_chunks_trace_context() -> None:
     recorder, told = Recorder(), []
     controller, fakes = traced(recorder)
     computed = fakes[1].run_chunk
@@ -124,7 +124,7 @@ def test_span_ends_however_its_request_ends(way: str, finish: str, error: str | 
 
 
 def test_stage_spans_show_finished_and_failed_chunks(tmp_path: Path) -> None:
-    """Each is a child of its chunk's span. An abandoned chunk is not an error."""
+    """Each span is a child of its chunk's span. An abandoned chunk is not an error."""
     model, recorder = ModelSpec(path=str(make_tiny_model(tmp_path)), dtype="float32"), Recorder()
     stage = stage_of(model, Collector(), recorder.tracer)
     command = ChunkCommand(

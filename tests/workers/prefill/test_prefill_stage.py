@@ -1,4 +1,5 @@
-"""Stages in one process: any split and any chunking computes what the whole model does in one go."""
+"""Tests stages in one process: with any split into stages and chunks they compute what the whole model
+computes at once."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ ANCHORS = method_spec("dpxa", {"min_tokens": 0, "tau": 0.8})
 
 
 class Collector:
-    """Keeps everything that is handed over; `refuse` names a request whose K/V it does not take."""
+    """Keeps everything that is handed over. `refuse` names a request whose KV it refuses."""
 
     def __init__(self, refuse: str = "") -> None:
         self.refuse = refuse
@@ -60,7 +61,7 @@ class Collector:
     async def joined(
         self, request_id: str, layer: int, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, ...]:
-        """k_TGD, v_TGD of the whole prompt; announcements must come in order and without gaps."""
+        """Return k_TGD and v_TGD of the whole prompt. Announcements must arrive in order and without gaps."""
         parts, end = [], 0
         for announcement in self.kv[request_id, layer]:
             assert announcement.start == end
@@ -96,7 +97,7 @@ async def prefill(controller: PrefillController, name: str, ids: bytes, method: 
 
 
 async def assert_whole(sink: Collector, name: str, model: ModelSpec, ids: bytes, method: MethodSpec) -> None:
-    """Logits and every layer's K/V are those of the prompt in one go."""
+    """Check that logits and every layer's KV equal those of the prompt computed at once."""
     logits_V, kv = whole_prompt(Path(model.path), ids, method)
     assert_rows_close(torch.from_numpy(sink.logits[name])[None], logits_V[None])
     for layer in range(LAYERS):
@@ -143,7 +144,7 @@ async def test_logits_and_kv_equal_the_whole_prompt(
 async def test_last_layer_computes_only_kv_before_the_last_block(
     model: ModelSpec, method: MethodSpec, chunk: int, step: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Applies if the method can resume there, at multiples of `step`. The output does not change."""
+    """Applies if the method can start at multiples of `step`. The output does not change."""
     monkeypatch.setattr(chunk_module, "resume_step", lambda _spec: step)
     ids, sink = random_ids(500), Collector()
     async with pipeline(model, sink, stages=2, chunk_tokens=chunk) as controller:
@@ -152,7 +153,7 @@ async def test_last_layer_computes_only_kv_before_the_last_block(
     assert [density.causal for density in report.density] == [4 * 10] * (LAYERS - 1) + [4 * blocks]
 
 
-async def test_prompts_that_share_the_stages_do_not_disturb_each_other(model: ModelSpec) -> None:
+async def test_concurrent_prompts_do_not_affect_each_other(model: ModelSpec) -> None:
     prompts = {"a": random_ids(900, 1), "b": random_ids(130, 2), "c": random_ids(400, 3)}
     methods = {"a": SPARSE, "b": DENSE, "c": SPARSE}
     sink = Collector()
@@ -176,7 +177,8 @@ def break_streaming(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_failed_request_leaves_the_stages_in_step(
     model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bad ids fail on the first stage, a bad method at open, a refused hand-off at a chunk's end."""
+    """Bad token ids fail on the first stage, a bad method fails at `open`, and a refused hand-off fails at a
+    chunk's end."""
     break_streaming(monkeypatch)
     bad_ids = np.full(600, VOCAB, dtype=np.uint32).tobytes()
     sink = Collector(refuse="refused")
@@ -201,7 +203,7 @@ async def test_failed_request_leaves_the_stages_in_step(
         assert_rows_close(torch.from_numpy(sink.logits[name])[None], logits_V[None])
 
 
-async def test_cancelling_in_the_middle_leaves_pages_clean_for_the_next(model: ModelSpec) -> None:
+async def test_prompt_after_a_cancelled_one_is_computed_correctly(model: ModelSpec) -> None:
     ids, sink = random_ids(500, 9), Collector()
     async with pipeline(model, sink, stages=2, cache_tokens=512) as controller:
         for _ in range(4):
@@ -217,7 +219,7 @@ async def test_cancelling_in_the_middle_leaves_pages_clean_for_the_next(model: M
     assert_rows_close(torch.from_numpy(sink.logits["r"])[None], logits_V[None])
 
 
-async def test_a_broken_stage_takes_the_group_down_and_nothing_hangs(
+async def test_broken_stage_ends_the_group_without_hanging(
     model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = PrefillStage._compute
@@ -234,7 +236,7 @@ async def test_a_broken_stage_takes_the_group_down_and_nothing_hangs(
         assert {str(error) for error in outcomes} == {"prefill group local is lost: an illegal memory access"}
 
 
-def test_an_unknown_dtype_is_named() -> None:
+def test_refuses_an_unknown_dtype_by_name() -> None:
     with pytest.raises(ValueError, match="'int8' is unknown"):
         torch_dtype(ModelSpec(path="x", dtype="int8"))
 
@@ -251,7 +253,8 @@ async def on_the_cpu(model: ModelSpec, sink: Collector, ids: bytes) -> None:
 def test_cuda_stages_send_the_kv_that_a_cpu_computes(
     model: ModelSpec, stages: int, method: MethodSpec
 ) -> None:
-    """bf16 on the device against fp32 here: hand-off through pinned memory, phases by events."""
+    """Compares bf16 on the GPU with fp32 on the CPU: hand-off through pinned memory, phases timed by
+    events."""
     ids, sink = random_ids(900), Collector()
     half = replace(model, dtype="bfloat16")
 
@@ -264,7 +267,7 @@ def test_cuda_stages_send_the_kv_that_a_cpu_computes(
 
     report = asyncio.run(run())
     if method is DENSE:
-        # Errors grow from layer to layer of a random model: the CPU's own bf16 is the yardstick.
+        # Errors grow from layer to layer of a random model, so they are compared with bf16 on the CPU.
         on_cpu = Collector()
         asyncio.run(on_the_cpu(half, on_cpu, ids))
         logits_V, kv = whole_prompt(Path(model.path), ids, DENSE)

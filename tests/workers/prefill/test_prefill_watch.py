@@ -1,4 +1,5 @@
-"""Stages that hang: noticed in time, named, and not confused with ones that are only slow."""
+"""Tests that stages that hang are noticed in time and named, and that slow stages are not confused with
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .fake_stages import FakeStage, assert_clean, controller_of, job, no_trouble
 
 
 class SlowStage(FakeStage):
-    """A stage whose reports say how long it took."""
+    """A stage whose reports say how long its chunks took."""
 
     def _chunk(self, command: Any) -> ChunkReport:
         report = super()._chunk(command)
@@ -29,7 +30,7 @@ class SlowStage(FakeStage):
 
 
 def slow(stages: int, seconds: float, **config: Any) -> tuple[PrefillController, list[FakeStage]]:
-    """Chunks of 128 tokens that take so long on each stage."""
+    """Run chunks of 128 tokens that take these seconds on each stage."""
     fakes: list[FakeStage] = [SlowStage(n, lambda: seconds, no_trouble) for n in range(stages)]
     chosen = PrefillConfig(stages=stages, chunk_tokens=128, cache_tokens=4096, **config)
     return controller_of(fakes, chosen), fakes
@@ -39,7 +40,7 @@ def slow(stages: int, seconds: float, **config: Any) -> tuple[PrefillController,
 @pytest.mark.parametrize("chunk_s", [0.05, 4.0])
 @timeless
 async def test_hung_stage_is_noticed_within_two_chunk_times_and_5_s(stuck: int, chunk_s: float) -> None:
-    """The error names the hung stage, although later stages wait as long."""
+    """The error names the stage that hangs, although later stages wait just as long."""
     controller, fakes = slow(3, chunk_s, stream_lease_s=1e6)
     stream, now = controller.prefill(job("a", 2048)), asyncio.get_running_loop().time
     while not (isinstance(event := await anext(stream), ChunkRead) and event.tokens_done == 512):
@@ -48,7 +49,7 @@ async def test_hung_stage_is_noticed_within_two_chunk_times_and_5_s(stuck: int, 
     with pytest.raises(PrefillFailed, match=f"is lost: stage {stuck} does not answer: the chunk of a at"):
         async for _ in stream:
             pass
-    in_pipeline = 2 * chunk_s  # until the last stage has worked off what was before it
+    in_pipeline = 2 * chunk_s  # until the last stage has finished earlier chunks
     assert now() - began <= 2 * chunk_s + 5.0 + in_pipeline
     assert all(fake.stopped for fake in fakes)
     assert f"stage {stuck} does not answer" in await controller.check()
@@ -57,21 +58,21 @@ async def test_hung_stage_is_noticed_within_two_chunk_times_and_5_s(stuck: int, 
 @pytest.mark.parametrize("stuck", [0, 1, 2])
 @timeless
 async def test_stage_hung_in_the_very_first_chunk_is_noticed_within_5_s(stuck: int) -> None:
-    """No chunk time has been measured yet."""
+    """No chunk's time has been measured yet."""
     controller, fakes = slow(3, 4.0, stream_lease_s=1e6)
     stream, now = controller.prefill(job("a", 2048)), asyncio.get_running_loop().time
     fakes[stuck].stuck, began = True, now()
     with pytest.raises(PrefillFailed, match=f"is lost: stage {stuck} does not answer"):
         async for _ in stream:
             pass
-    before = stuck * 4.0 + 4.0  # the stages before it, and the request's opening
+    before = stuck * 4.0 + 4.0  # for earlier stages and the request's `open`
     assert now() - began <= before + 5.0
 
 
 @pytest.mark.parametrize("alive_s", [0.5, 30.0, 31.4, 100.0])
 @timeless
 async def test_stage_that_hangs_after_a_sign_of_life_is_noticed(alive_s: float) -> None:
-    """It compiles, say, and then hangs."""
+    """For example, it compiles and then hangs."""
     controller, fakes = slow(2, 0.5, stream_lease_s=1e6)
     stream, loop = controller.prefill(job("a", 512)), asyncio.get_running_loop()
     fakes[1].pause = lambda: 1e5
@@ -88,7 +89,7 @@ async def test_stage_that_hangs_after_a_sign_of_life_is_noticed(alive_s: float) 
 
 @timeless
 async def test_slow_chunk_that_gives_signs_of_life_is_not_a_hang() -> None:
-    """A compiler, then a decode worker that takes its time."""
+    """First a compiler, then a decode worker makes the chunk slow."""
     controller, fakes = slow(2, 200.0, stream_lease_s=1e6)
     stream = controller.prefill(job("a", 384))
     await anext(stream)
@@ -103,7 +104,7 @@ async def test_slow_chunk_that_gives_signs_of_life_is_not_a_hang() -> None:
 
 
 @timeless
-async def test_live_stage_without_progress_is_declared_lost_in_the_end() -> None:
+async def test_live_stage_without_progress_is_finally_declared_lost() -> None:
     controller, fakes = slow(2, 0.1, stream_lease_s=1e6, stall_s=100.0)
     stream, now = controller.prefill(job("a", 512)), asyncio.get_running_loop().time
     await anext(stream)
@@ -115,7 +116,7 @@ async def test_live_stage_without_progress_is_declared_lost_in_the_end() -> None
 
 
 @timeless
-async def test_a_stage_that_hangs_while_idle_or_while_it_closes_is_noticed() -> None:
+async def test_notices_a_stage_that_hangs_while_idle_or_closing() -> None:
     controller, fakes = slow(2, 0.1)
     fakes[1].stuck = True
     assert "stage 1 does not answer: counting its pages" in await controller.check()
@@ -133,8 +134,8 @@ async def test_a_stage_that_hangs_while_idle_or_while_it_closes_is_noticed() -> 
 async def stood_still_after(
     seconds: float, pulse: Callable[[int], Awaitable[None]], allowed: float, stall_s: float
 ) -> tuple[StageWatch, asyncio.Future[None], list[str]]:
-    """A watch whose process stands still for a minute, a second ago; the answer that it waits for; whom it
-    blames."""
+    """Return a watch whose process was paused for a minute until a second ago, the answer that it waits for,
+    and the stages that it blames."""
     loop, lost, skipped = asyncio.get_running_loop(), list[str](), [0.0]
     watch = StageWatch(1, pulse, lambda _, what: lost.append(what), lambda: loop.time() + skipped[0], stall_s)
     answer: asyncio.Future[None] = loop.create_future()
@@ -147,7 +148,7 @@ async def stood_still_after(
 
 @timeless
 async def test_controller_that_was_suspended_does_not_blame_the_stages() -> None:
-    """The process of the controller stands still for a minute: its clock jumps, and answers come late."""
+    """The controller's process is paused for a minute: its clock jumps, and answers arrive late."""
     asked = list[int]()
 
     async def pulse(stage: int) -> None:
@@ -194,7 +195,7 @@ async def test_stopped_watch_leaves_no_task_or_timer() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_expected_chunk_time_comes_from_the_chunk_before() -> None:
+def test_expected_chunk_time_follows_the_previous_chunk() -> None:
     def reports(*walls: float) -> list[ChunkReport]:
         waits = {"activation_wait": 5.0}
         return [

@@ -1,4 +1,4 @@
-"""A stage gives a request's method its model's thresholds, by layer, head and prompt length."""
+"""Tests that a stage gives a request's method the profile's thresholds, by layer, head and prompt length."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_profile_level_does_not_depend_on_the_chunks(
     assert sum(layer.computed for layer in report.density) != sum(layer.causal for layer in report.density)
 
 
-def test_the_length_of_the_prompt_decides_the_level(directory: Path, model: ModelSpec) -> None:
-    """The same thresholds everywhere, few for short prompts, all for long ones."""
+def test_uses_the_level_of_the_prompts_length(directory: Path, model: ModelSpec) -> None:
+    """All thresholds of a level are equal: 0 for short prompts, 1 for long ones."""
     content = make_profile(directory).model_dump(by_alias=True)
     for level, threshold in zip(content["prefill"][0]["levels"], (0.0, 1.0, 0.5), strict=True):
         level["amounts"] = ((threshold,) * HEADS,) * LAYERS
@@ -84,7 +84,7 @@ def test_uncalibrated_density_fails_only_its_request(directory: Path, model: Mod
         run_in_process(str(directory), config(2, 256), ids, at_density("xattention", 0.2))
 
 
-def test_the_profile_of_another_model_stops_the_stage(model: ModelSpec) -> None:
+def test_stage_refuses_to_start_with_another_models_profile(model: ModelSpec) -> None:
     other = ModelSpec(path=model.path, dtype="float32", profile=model.profile, rope_theta=5e5)
     with pytest.raises(
         ProfileError, match=r"model\.profile: .*profile\.json: model\.digest: it was made for tiny"
@@ -92,7 +92,7 @@ def test_the_profile_of_another_model_stops_the_stage(model: ModelSpec) -> None:
         run_in_process(other, config(1, 256), random_ids(300), method_spec("dense"))
 
 
-def test_a_stage_warms_up_with_the_services_own_defaults(directory: Path, model: ModelSpec) -> None:
+def test_stage_warms_up_with_the_configured_method_options(directory: Path, model: ModelSpec) -> None:
     ids, spec = random_ids(600), at_density("xattention", 0.2)
     defaults = {"xattention": {"density": 0.2, "window": 1, "min_tokens": 0}}
     warm = config(2, 128, method_options=defaults, warm_up=("xattention", "xattention+delta"))

@@ -1,4 +1,4 @@
-"""The chunk schedule against its definition, and what it promises, in a simulated pipeline."""
+"""Compares the chunk schedule with brute force, and checks its guarantees in a simulated pipeline."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def simulate(
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("chunk_seconds", [0.05, 0.4, 3.0])
 @pytest.mark.parametrize("document", [8192, 524_288])
-def test_a_short_prompt_waits_at_most_two_chunks_more_than_alone(
+def test_short_prompt_waits_for_at_most_two_other_chunks(
     stages: int, chunk_seconds: float, document: int
 ) -> None:
     short = Arrival("short", 256, 1.0)
@@ -123,8 +123,9 @@ def test_a_short_prompt_waits_at_most_two_chunks_more_than_alone(
     assert shared - alone <= 2 * chunk_seconds + 1e-9
 
 
-def test_a_document_is_not_starved_by_a_stream_of_short_prompts() -> None:
-    """Short prompts alone fill the pipeline; the document first ages to the front, then keeps a share."""
+def test_long_prompt_is_not_starved_by_a_stream_of_short_ones() -> None:
+    """Short prompts fill the pipeline by themselves. The document first ages to the front and then keeps a
+    share."""
     seconds = 0.25
     crowd = [Arrival(f"s{i:05d}", 256, i * seconds) for i in range(4000)]
     finished = simulate([Arrival("document", 8192, 0.0), *crowd], 1, seconds, until=1000.0)
@@ -135,7 +136,7 @@ def test_a_document_is_not_starved_by_a_stream_of_short_prompts() -> None:
     assert max(waits) <= (chunks + 3) * seconds, "it takes its share a chunk at a time"
 
 
-def test_every_prompt_ends_and_shortest_first_without_ageing() -> None:
+def test_every_prompt_ends_and_without_ageing_the_shortest_first() -> None:
     rng = random.Random(3)
     arrivals = [Arrival(f"r{i}", rng.randrange(1, 6000), 0.0) for i in range(20)]
     finished = simulate(arrivals, 2, 0.001)

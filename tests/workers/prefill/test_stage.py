@@ -1,4 +1,4 @@
-"""One stage by hand: commands, reports and failures, phases, pages, and requests that are abandoned."""
+"""Tests one stage without a controller: commands, reports, failures, phases, pages and abandoned requests."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_failed_kv_hand_off_is_reported_as_such(model: ModelSpec, monkeypatch: p
 def test_scattered_pages_give_the_same_output_as_contiguous_ones(
     model: ModelSpec, method: MethodSpec
 ) -> None:
-    """A run is read in place, scattered pages are gathered: the same numbers, also beside each other."""
+    """Contiguous pages are read in place, scattered pages are gathered. Also for both kinds at once."""
     sink, ids = Collector(), random_ids(300)
     stage = stage_of(model, sink)
     scattered = (60, *range(40, 50), *range(21, 29))
@@ -110,11 +110,11 @@ def test_scattered_pages_give_the_same_output_as_contiguous_ones(
 
 
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
-def test_an_overflow_at_one_token_fails_the_request(model: ModelSpec, method: MethodSpec) -> None:
+def test_overflow_at_one_token_fails_the_request(model: ModelSpec, method: MethodSpec) -> None:
     sink, ids = Collector(), random_ids(300)
     stage = stage_of(replace(model, dtype="float16"), sink)
     token = int(np.frombuffer(ids, dtype="<u4")[70])
-    stage.stack._weights.embedding_VC[token] *= 1e7  # beyond 65,504
+    stage.stack._weights.embedding_VC[token] *= 1e7  # beyond float16's maximum, 65,504
     stage.open(opening("r", range(19), 300, method))
     begun = stage.run_chunk(chunk("r", ids))
     with pytest.raises(RequestFailed, match=r"not finite numbers in torch\.float16"):
@@ -124,7 +124,7 @@ def test_an_overflow_at_one_token_fails_the_request(model: ModelSpec, method: Me
     assert stage.pages_used() == 0
 
 
-def test_every_linear_layer_and_no_attention_counts_as_projection(
+def test_projection_phase_covers_all_linear_layers_but_no_attention(
     model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products: list[list[str]] = []
@@ -180,7 +180,7 @@ def test_an_abandoned_chunk_stops_at_the_next_layer(
     assert written == [0, 1, 2]
     assert stage.pages_used() == 0 and not stage._abandoned
     stage.close("r")
-    stage.abandon(7)  # too late: a later request of the same id is another one
+    stage.abandon(7)  # too late: a later request with the same id has another serial
     stage.open(replace(order, serial=8))
     stage.run_chunk(command)
     assert written[3:] == list(range(LAYERS))

@@ -1,4 +1,4 @@
-"""Warming a stage up runs what requests run, on every path, and leaves no trace in their answers."""
+"""Tests that a stage's warm-up runs every path of requests and does not change their answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..tiny_model import make_tiny_model, random_ids
 
 
 class Spy:
-    """Stands before a method and notes what it is asked."""
+    """Wraps a method and records its calls."""
 
     def __init__(self, spec: Any) -> None:
         self.method = build(spec)
@@ -41,7 +41,7 @@ class Spy:
         return out_BHTD, counts
 
 
-def test_warm_up_runs_whole_and_ragged_chunks_past_min_tokens(
+def test_warm_up_runs_full_and_partial_chunks_beyond_min_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = make_tiny_model(tmp_path)
@@ -73,20 +73,20 @@ def test_warm_up_runs_whole_and_ragged_chunks_past_min_tokens(
     assert sparse.least < 1.0, "the sparse path must have run"
 
 
-def test_warm_up_prompts_have_whole_ragged_and_short_chunks() -> None:
+def test_warm_up_prompts_have_full_partial_and_short_chunks() -> None:
     assert prompt_lengths(0, 128) == [2 * 128 + 77]
     assert prompt_lengths(4096, 8192) == [2 * 8192 + 77, 77]
     assert prompt_lengths(4096, 512) == [9 * 512 + 77, 77]
     assert prompt_lengths(64, 128) == [2 * 128 + 77, 64]
 
 
-def test_classes_of_length_double_up_to_the_longest() -> None:
+def test_length_classes_double_up_to_the_longest() -> None:
     assert length_classes(1000) == [128, 256, 512, 1000]
     assert length_classes(1024) == [128, 256, 512, 1024]
     assert length_classes(100) == [100]
 
 
-def test_a_warm_group_answers_as_a_cold_one(tmp_path: Path) -> None:
+def test_warm_up_does_not_change_answers(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path)
     ids, method = random_ids(300), method_spec("dpxa", {"min_tokens": 0})
     cold, warm = (
