@@ -46,9 +46,9 @@ def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source
     console.print(f"\n[bold]Question:[/bold] {needle.question.strip()} …")
     finish: GenerateFinished | None = None
     answer = ""
-    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
+    columns = (TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
     bar = Bar(*columns, TimeElapsedColumn(), console=console)
-    task = bar.add_task("reading", total=None)
+    task = bar.add_task("prefill", total=None)
     with bar:
         events = client.generate(append=needle.question, max_tokens=48, stop=["."], **source)
         first = next(events)
@@ -88,8 +88,8 @@ def show_timings(console: Console, title: str, finish: GenerateFinished) -> None
     console.print(table)
     usage = finish.usage
     console.print(
-        f"{usage.prompt_tokens} prompt tokens, of which {usage.cached_tokens} did not have to be read; "
-        f"{usage.completion_tokens} tokens answered; attention density {finish.density.mean:.2f} "
+        f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached; "
+        f"{usage.completion_tokens} answer tokens; attention density {finish.density.mean:.2f} "
         f"({finish.density.method or 'no prefill'})"
     )
 
@@ -106,16 +106,16 @@ def ask_by_openai(console: Console, api: str, model: str, prompt: str, first_s: 
         usage = json.load(answer)["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     console.print(
-        f"\n[bold]The same document by OpenAI's API, no session:[/bold] {usage['prompt_tokens']} prompt "
-        f"tokens, cached_tokens {cached}; answered after {time.monotonic() - began:.2f} s, at first after "
-        f"{first_s:.2f} s"
+        f"\n[bold]The same document by OpenAI's API, without a session:[/bold] {usage['prompt_tokens']} "
+        f"prompt tokens, {cached} of them cached; answered after {time.monotonic() - began:.2f} s "
+        f"(first question: {first_s:.2f} s)"
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default=str(CONFIG))
-    parser.add_argument("--tokens", type=int, default=8000, help="length of the document, about")
+    parser.add_argument("--tokens", type=int, default=8000, help="approximate length of the document")
     parser.add_argument("--method", default="", help="attention method; empty: the server's default")
     arguments = parser.parse_args()
     console = Console()
@@ -160,7 +160,7 @@ def run(
             f"{info.decode_workers} decode worker; metrics at http://{info.metrics_address}/metrics"
         )
         first = ask(client, console, needles[4], prompt=document, method=arguments.method, session_ttl_s=600)
-        show_timings(console, "First question: the document is read", first)
+        show_timings(console, "First question: the document is prefilled", first)
         if first.session is None:
             raise SystemExit("the server kept no session")
         second = ask(client, console, needles[11], session_id=first.session.session_id)

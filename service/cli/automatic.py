@@ -100,7 +100,7 @@ def _on_cpu(model: ModelConfig, path: str, machine: Machine, wishes: Wishes) -> 
         "prefill": prefill,
         "decode": decode,
     }
-    why = "as asked for" if machine.gpus else machine.no_gpu
+    why = "as requested" if machine.gpus else machine.no_gpu
     return Choice(content, (f"CPUs, {why}", f"{tokens:,} tokens of prompt and answer"))
 
 
@@ -172,7 +172,7 @@ def _shared(plan: HostPlan) -> str:
     use = plan.use
     if use.mapped:
         return "prefill and decode share it"
-    where = "on the same GPUs" if use.beside else "on GPUs of their own"
+    where = "on the same GPUs" if use.beside else "on separate GPUs"
     return f"{use.stages} prefill stages, tensor-parallel decode of {use.ranks} {where}"
 
 

@@ -47,49 +47,56 @@ PAGE_OPTIONS = (
 )  # fmt: skip
 
 DenseLayers = Annotated[
-    int | None, typer.Option(help="Search with --questions: layers that read all pages, instead of --layers.")
+    int | None,
+    typer.Option(help="With --questions, instead of --layers: number of layers that attend to all pages."),
 ]
-ServingBudget = Annotated[int | None, typer.Option(help="page_budget in the profile (the budget).")]
-Tokens = Annotated[int | None, typer.Option(help="Of each text, for Δ-layers (four times the budget).")]
-Questions = Annotated[int, typer.Option(help="Facts hidden in each text and asked for; 0: prose alone.")]
+ServingBudget = Annotated[int | None, typer.Option(help="page_budget in the profile (default: --budget).")]
+Tokens = Annotated[
+    int | None, typer.Option(help="Tokens of each text for choosing Δ-layers (default: four times --budget).")
+]
+Questions = Annotated[
+    int, typer.Option(help="Number of facts to hide in each text and ask for; 0: only prose.")
+]
 AllocationName = Annotated[
-    str, typer.Option(help="Of levels' tiles to heads: marginal, or threshold as in XAttention's paper.")
+    str, typer.Option(help="How tiles are allocated to heads: marginal, or threshold (XAttention's paper).")
 ]
 AnswerWeight = Annotated[
-    float, typer.Option(min=0, help="What answers count beside the text's tail, for levels.")
+    float, typer.Option(min=0, help="Weight of answers, relative to the text's tail, for levels.")
 ]
 Add = Annotated[
-    bool, typer.Option("--add", help="Keep what --profile has; only make these levels, no Δ-layers.")
+    bool, typer.Option("--add", help="Add these levels to the file --profile; choose no Δ-layers.")
 ]
 
 
 def calibrate_command(
     context: typer.Context,
     *,
-    model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id or embedded name.")],
-    text: Annotated[list[str], typer.Option(help="A text of real prose; give it once for each.")],
-    adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory.")] = None,
-    layers: Annotated[int, typer.Option(help="How many Δ-layers.")] = 5,
+    model: Annotated[str, typer.Argument(help="A directory, .gguf file, hub id or embedded model's name.")],
+    text: Annotated[list[str], typer.Option(help="A file of real prose; repeat the option for more.")],
+    adapter: Annotated[str | None, typer.Option(help="A PEFT LoRA directory.")] = None,
+    layers: Annotated[int, typer.Option(help="Number of Δ-layers.")] = 5,
     dense_layers: DenseLayers = None,
-    budget: Annotated[int, typer.Option(help="K: pages that a sparse layer attends to.")] = 64,
+    budget: Annotated[int, typer.Option(help="K: number of pages that a sparse layer attends to.")] = 64,
     serving_budget: ServingBudget = None,
-    recency: Annotated[int, typer.Option(help="L: last pages that are always among them.")] = 8,
-    full_layer: Annotated[list[int], typer.Option(help="Dense, unscored layers.")] = [0, 1],  # noqa: B006
+    recency: Annotated[int, typer.Option(help="L: number of last pages among them.")] = 8,
+    full_layer: Annotated[list[int], typer.Option(help="Dense layers that score no pages.")] = [0, 1],  # noqa: B006
     tokens: Tokens = None,
     questions: Questions = 0,
-    density: Annotated[list[float], typer.Option(help="A level for prefill; give it once for each.")] = [],  # noqa: B006
-    length: Annotated[list[int], typer.Option(help="Tokens of prompts that levels are for.")] = [],  # noqa: B006
-    method: Annotated[str, typer.Option(help="Whose levels: a method that ranks tiles by a score.")] = "dpxa",
-    option: Annotated[list[str], typer.Option(help="NAME=NUMBER of the method.")] = [],  # noqa: B006
+    density: Annotated[list[float], typer.Option(help="A density level for prefill; repeat for more.")] = [],  # noqa: B006
+    length: Annotated[list[int], typer.Option(help="A prompt length for the levels; repeat for more.")] = [],  # noqa: B006
+    method: Annotated[str, typer.Option(help="Method of the levels, which ranks tiles by a score.")] = "dpxa",
+    option: Annotated[list[str], typer.Option(help="NAME=NUMBER, an option of the method.")] = [],  # noqa: B006
     allocation: AllocationName = "marginal",
     answers: AnswerWeight = ANSWER_WEIGHT,
     add: Add = False,
-    rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
-    positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
+    rope_theta: Annotated[float | None, typer.Option(help="model.rope_theta.")] = None,
+    positions: Annotated[int | None, typer.Option(help="model.max_position_embeddings.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    profile: Annotated[Path | None, typer.Option(help="Write a profile here (model.profile).")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write a profile to this file (model.profile).")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print all results as one line of JSON.")] = False,
 ) -> None:
     """Choose Δ-layers for sparse decoding, and with --density each head's thresholds of sparse prefill."""
     _check_options(context, profile)

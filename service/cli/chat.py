@@ -31,15 +31,15 @@ Message = dict[str, str]
 
 def chat_command(
     *,
-    file: Annotated[str | None, typer.Argument(help="Text file to talk about.")] = None,
-    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    file: Annotated[str | None, typer.Argument(help="A text file to ask about.")] = None,
+    system: Annotated[str, typer.Option(help="The system message.")] = "",
     address: Address = ADDRESS,
     token: Bearer = "",
     tls: Tls = False,
     method: Method = "",
     option: Options = [],  # noqa: B006
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="The longest answer in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")] = None,
     recompute: Recompute = None,
     keep: Keep = None,
 ) -> None:
@@ -103,7 +103,7 @@ class Conversation:
         except NotFound:
             if self.session is None:
                 raise
-            err.print("The session is gone; reading the document again.")
+            err.print("The session is gone; prefilling the document again.")
             self.read_document()
             text = self._answer(turns)
         self.turns = [*turns, _message("assistant", text)]
@@ -116,7 +116,7 @@ class Conversation:
         text, finish = terminal.stream_answer(self.client, {**source, **self.decode}, quiet=False)
         usage, ttft_s = finish.usage, finish.timings.ttft_seconds
         read, cached = usage.prompt_tokens - usage.cached_tokens, usage.cached_tokens
-        err.print(f"{read} tokens read, {cached} kept; first token after {ttft_s:.2f} s", style="dim")
+        err.print(f"{read} tokens prefilled, {cached} cached; first token after {ttft_s:.2f} s", style="dim")
         return text
 
     def close(self) -> None:

@@ -30,11 +30,9 @@ class DrainError(Exception):
 
 
 def drain_command(
-    deadline_s: Annotated[
-        int, typer.Option(min=1, help="Seconds until the node goes; what runs there has ended by then.")
-    ],
+    deadline_s: Annotated[int, typer.Option(min=1, help="Seconds after which the node ends, at the latest.")],
     node_id: Annotated[
-        str, typer.Option(help="Which node, where several run on this machine.", show_default=False)
+        str, typer.Option(help="Id of the node, if several run on this machine.", show_default=False)
     ] = "",
 ) -> None:
     """Drain this Ray node and wait until nothing runs on it (for a pod's preStop hook)."""

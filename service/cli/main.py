@@ -34,13 +34,13 @@ from deltafront.service.request.answers import GenerateFinished
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is_help=True)
 
-File = Annotated[str, typer.Argument(help="Text file, or - for standard input.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds until the server gives up.")]
+File = Annotated[str, typer.Argument(help="A text file, or - for standard input.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds after which the server ends the request.")]
 ShowTimings = Annotated[bool, typer.Option("--timings", help="Show where the time to first token went.")]
 SpecialTokens = Annotated[
-    str, typer.Option(help="What control tokens spelled in raw text are: text, or parse for these tokens.")
+    str, typer.Option(help="Control tokens spelled in raw text: text keeps them as text, parse as tokens.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of text.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -122,22 +122,24 @@ def prefill(
 @app.command()
 def generate(
     *,
-    file: Annotated[str | None, typer.Argument(help="Text file, or - for standard input.")] = None,
-    question: Annotated[str, typer.Option("--question", "-q", help="Follows the document.")] = "",
-    session: Annotated[str | None, typer.Option("--session", "-s", help="Ask a session instead.")] = None,
+    file: Annotated[str | None, typer.Argument(help="A text file, or - for standard input.")] = None,
+    question: Annotated[str, typer.Option("--question", "-q", help="The text after the document.")] = "",
+    session: Annotated[
+        str | None, typer.Option("--session", "-s", help="Id of a session to continue, instead of FILE.")
+    ] = None,
     address: Address = ADDRESS,
     token: Bearer = "",
     tls: Tls = False,
     chat: Chat = None,
     method: Method = "",
     option: Options = [],  # noqa: B006
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="The longest answer in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
     top_k: Annotated[int | None, typer.Option()] = None,
     seed: Annotated[int, typer.Option()] = 0,
-    stop: Annotated[list[str], typer.Option(help="The answer ends before it.")] = [],  # noqa: B006
-    page_selection: Annotated[str, typer.Option(help="Decode page selection: full or delta.")] = "",
+    stop: Annotated[list[str], typer.Option(help="End the answer before this text.")] = [],  # noqa: B006
+    page_selection: Annotated[str, typer.Option(help="Page selection in decode: full or delta.")] = "",
     recompute: Recompute = None,
     keep: Keep = None,
     special_tokens: SpecialTokens = "text",
@@ -174,7 +176,7 @@ def _show_finish(finish: GenerateFinished, *, asked_session: bool, timings: bool
     if timings:
         terminal.show_timings(err, finish.timings)
     if timings or (not asked_session and finish.usage.cached_tokens):
-        again = f"; {finish.recomputed_tokens} computed again" if finish.recomputed_tokens else ""
+        again = f"; {finish.recomputed_tokens} recomputed" if finish.recomputed_tokens else ""
         err.print(terminal.describe_usage(finish.usage, asked_session) + again, highlight=False)
 
 

@@ -29,13 +29,17 @@ if TYPE_CHECKING:
 
 def picture_command(
     *,
-    file: Annotated[str, typer.Argument(help="Text file, or - for standard input.")],
-    config: Annotated[Path, typer.Option("--config", "-c", help="YAML; its model and chunks are used.")],
-    png: Annotated[Path | None, typer.Option(help="Write a PNG instead of drawing here.")] = None,
+    file: Annotated[str, typer.Argument(help="A text file, or - for standard input.")],
+    config: Annotated[
+        Path, typer.Option("--config", "-c", help="A YAML configuration with model and chunks.")
+    ],
+    png: Annotated[Path | None, typer.Option(help="Write a PNG instead of drawing in the terminal.")] = None,
     method: Method = "",
     option: Options = [],  # noqa: B006
-    tokens: Annotated[int | None, typer.Option(min=1, help="Of the file, at most.")] = None,
-    ask: Annotated[bool, typer.Option("--ask", help="Ask a server, too, and draw its TTFT.")] = False,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of the file.")] = None,
+    ask: Annotated[
+        bool, typer.Option("--ask", help="Also send the prompt to a server, and draw its TTFT.")
+    ] = False,
     address: Address = ADDRESS,
     token: Bearer = "",
     tls: Tls = False,

@@ -222,38 +222,36 @@ def explained(demand: Demand, found: HostPlan) -> list[str]:
     use, context, kept = found.use, cache_tokens(found.tokens), demand.reserve_gib
     stage, rank = (size / GIB for size in (found.stage_bytes, found.rank_bytes))
     weights = rank_bytes(demand.model, use.ranks, 0, demand.dtype, use.quantisation) / GIB
-    kind, where, most = f"none: weights fit in {demand.dtype}", "1: ranks have GPUs of their own", "or"
+    kind, where, most = f"none: weights fit in {demand.dtype}", "1: ranks have separate GPUs", "or"
     if use.quantisation:
-        tried = "they do not fit in 16 bits" if None in demand.quantisations else "as asked for"
+        tried = "they do not fit in 16 bits" if None in demand.quantisations else "as requested"
         kind = f"{use.quantisation}: the layers' matrices in 8 bits, {tried}"
     if use.mapped:
-        where = "0.5: the stage has the other half, and maps the decode worker's weights and K/V"
+        where = "0.5: the stage has the other half, and maps the decode worker's weights and KV cache"
         kept, most = 2 * kept, "+"
     elif use.beside:
-        where = (
-            f"0: ranks stand beside stages, so weights are there twice, {weights:.1f} GiB of a GPU for ranks"
-        )
+        where = f"0: ranks share the stages' GPUs, which hold {weights:.1f} GiB of weights more for them"
         kept, most = 2 * kept, "+"
     prompts, contexts = (tokens // context for tokens in (found.prefill_tokens, found.decode_tokens))
     host = f"one host, {demand.gpus} × {demand.gpu_gib:.1f} GiB"
     lines = [
-        f"contexts of {found.tokens:,} tokens, prompt and answer; {host}",
+        f"contexts of {found.tokens:,} tokens (prompt and answer); {host}",
         f"model.quantisation {kind}",
-        f"prefill.stages {use.stages}: the most that fit, for the first token",
-        f"prefill.cache_tokens {found.prefill_tokens:,}: {prompts} such prompts read at once",
-        f"decode.tensor_parallel {use.ranks}: the most ranks that fit and divide the key/value heads",
+        f"prefill.stages {use.stages}: the most that fit, for a fast first token",
+        f"prefill.cache_tokens {found.prefill_tokens:,}: {prompts} such prompts at once",
+        f"decode.tensor_parallel {use.ranks}: the most ranks that fit and divide the KV heads",
         f"decode.gpus {where}",
-        f"decode.cache_tokens {found.decode_tokens:,}: what is left, {contexts} such contexts",
+        f"decode.cache_tokens {found.decode_tokens:,}: all remaining memory, {contexts} such contexts",
         f"fullest GPU: {stage:.1f} GiB (stage) {most} {rank:.1f} (rank), and {kept:g} kept free",
     ]
     if demand.host_cache_gib:
         tokens = host_tokens(demand.model, demand.host_cache_gib, demand.dtype, demand.kv_dtype)
         lines.append(
-            f"decode.host_cache_gib {demand.host_cache_gib:g}: pinned memory of the host, remembers "
-            f"{tokens:,} tokens, those in pages among them"
+            f"decode.host_cache_gib {demand.host_cache_gib:g}: pinned host memory for {tokens:,} cached "
+            "tokens, including those on the GPUs"
         )
     if demand.kv_dtype:
-        lines.insert(2, f"decode.kv_dtype {demand.kv_dtype}: K/V in 8 bits, as asked for")
+        lines.insert(2, f"decode.kv_dtype {demand.kv_dtype}: KV cache in 8 bits, as requested")
     lines[1:1] = beyond_training(demand.model, demand.tokens)
     return lines
 
@@ -263,6 +261,6 @@ def beyond_training(model: ModelConfig, tokens: int) -> list[str]:
     if tokens <= model.positions:
         return []
     return [
-        f"model.max_position_embeddings {tokens}: the model's own are {model.positions:,}; beyond them serve "
-        "asks for YaRN in config.json or another model.rope_theta, and what the answers are is not known"
+        f"model.max_position_embeddings {tokens}: the model has {model.positions:,}; for more, serve "
+        "requires YaRN in config.json or another model.rope_theta, and the quality of answers is unknown"
     ]

@@ -27,29 +27,35 @@ Device = Literal["cpu", "cuda"]
 
 def serve_command(
     *,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML; see deploy/config.")] = None,
-    model: Annotated[str | None, typer.Option(help="Directory, .gguf file, hub id or embedded name.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory for --model.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="A YAML configuration; see deploy/config.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A directory, .gguf file, hub id or embedded model's name.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="A PEFT LoRA directory for --model.")] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer, at most (model.max_position_embeddings).")
+        int | None, typer.Option(help="Most tokens of prompt and answer (model.max_position_embeddings).")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="Without --config: use this many GPUs (all); 0: the CPUs.")
+        int | None, typer.Option(help="Without --config: number of GPUs to use (default: all); 0: CPUs.")
     ] = None,
     device: Annotated[
-        Device | None, typer.Option(help="Without --config: cuda, or cpu (cuda where there is a GPU).")
+        Device | None, typer.Option(help="Without --config: cuda or cpu (default: cuda if there is a GPU).")
     ] = None,
     stages: Annotated[
-        int | None, typer.Option(help="Without --config: GPUs that share the layers in prefill.")
+        int | None, typer.Option(help="Without --config: number of GPUs that share the layers in prefill.")
     ] = None,
     tensor_parallel: Annotated[
-        int | None, typer.Option(help="Without --config: GPUs that share each layer in decode.")
+        int | None, typer.Option(help="Without --config: number of GPUs that share each layer in decode.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Of OpenAI's API, in place of door.http_port.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="In place of door.grpc_port.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="In place of door.metrics_port.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of OpenAI's API; overrides door.http_port.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Port of gRPC; overrides door.grpc_port.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port of metrics; overrides door.metrics_port.")
+    ] = None,
     log: Annotated[
-        Path | None, typer.Option(help="Where Ray, Serve and HAProxy write to; replaced by each start.")
+        Path | None, typer.Option(help="Log file of Ray, Serve and HAProxy; each start replaces it.")
     ] = None,
 ) -> None:
     """Start Ray and the service on this machine; Ctrl-C stops both."""
@@ -172,4 +178,4 @@ def verify_command(directory: Annotated[Path, typer.Argument(help="A model's dir
         count = mark_complete(directory)
     except (ModelError, OSError) as error:
         fail(str(error))
-    err.print(f"{count} files of {directory} are as their digests say: {COMPLETE} is written", soft_wrap=True)
+    err.print(f"{count} files of {directory} match their digests; {COMPLETE} is written", soft_wrap=True)

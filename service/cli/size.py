@@ -256,22 +256,22 @@ def row(sized: Sizing) -> dict[str, str]:
     return {
         "model": named(sized),
         "context": f"{sized.tokens:,}",
-        "at once": str(sized.concurrency),
+        "concurrent contexts": str(sized.concurrency),
         "GPU GiB": f"{sized.gpu_gib:g}",
         "weights GiB": f"{sized.weight_bytes / GIB:.1f}",
-        "K/V KiB a token": f"{sized.kv_token_bytes / 1024:g}",
+        "KV KiB per token": f"{sized.kv_token_bytes / 1024:g}",
         "pages": f"{sized.pages:,}",
-        "K/V GiB": f"{sized.kv_bytes / GIB:.1f}",
+        "KV cache GiB": f"{sized.kv_bytes / GIB:.1f}",
         "prefill": f"{sized.stages} × {stage:.1f}" if sized.stages else f"does not fit: {stage:.1f}",
         "decode": f"{workers} × {decode}" if workers else f"does not fit: {decode}",
         "GPUs": "–" if sized.gpus is None else str(sized.gpus),
-        **({"host memory of a worker": host} if sized.host_cache_gib else {}),
+        **({"host memory per worker": host} if sized.host_cache_gib else {}),
     }
 
 
 def named(sized: Sizing) -> str:
     """Return a model's name, with the parts that have 8 bits."""
-    parts = [sized.model, sized.quantisation, sized.kv_dtype and f"K/V {sized.kv_dtype}"]
+    parts = [sized.model, sized.quantisation, sized.kv_dtype and f"KV cache {sized.kv_dtype}"]
     return ", ".join(part for part in parts if part)
 
 

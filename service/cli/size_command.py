@@ -45,38 +45,44 @@ HUB: Mapping[str, str] = {
 def size_command(
     *,
     models: Annotated[
-        list[str] | None, typer.Argument(help="8b, 70b, directories, .gguf files or hub ids.")
+        list[str] | None, typer.Argument(help="Models: 8b, 70b, directories, .gguf files or hub ids.")
     ] = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(help="Prompt and answer of a context (131,072 and 524,288).")
+        list[int] | None,
+        typer.Option(help="Tokens of a context: prompt and answer (default: 131072 and 524288)."),
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Contexts that decode workers hold at once.")] = 1,
-    gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
-    stages: Annotated[int | None, typer.Option(help="Prefill stages (as few as fit).")] = None,
+    concurrency: Annotated[int, typer.Option(help="Number of contexts in decode at the same time.")] = 1,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU in GiB.")] = 80.0,
+    stages: Annotated[
+        int | None, typer.Option(help="Number of prefill stages (default: the fewest that fit).")
+    ] = None,
     tensor_parallel: Annotated[
-        int | None, typer.Option(help="Ranks of a decode worker (as take the fewest GPUs).")
+        int | None,
+        typer.Option(help="Ranks of a decode worker (default: the number that needs the fewest GPUs)."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(Dtype))}.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"model.dtype: {', '.join(get_args(Dtype))}.")] = "bfloat16",
     quantisation: Annotated[
-        str | None, typer.Option(help=f"As model.quantisation: {', '.join(get_args(Quantisation))}.")
+        str | None, typer.Option(help=f"model.quantisation: {', '.join(get_args(Quantisation))}.")
     ] = None,
     kv_dtype: Annotated[
-        str | None, typer.Option(help=f"As decode.kv_dtype: {', '.join(get_args(KVDtype))}.")
+        str | None, typer.Option(help=f"decode.kv_dtype: {', '.join(get_args(KVDtype))}.")
     ] = None,
     host_cache_gib: Annotated[
-        float, typer.Option(help="As decode.host_cache_gib: how many tokens it remembers.")
+        float, typer.Option(help="decode.host_cache_gib: prints how many tokens this memory holds.")
     ] = 0.0,
-    reserve_gib: Annotated[float, typer.Option(help="Kept free on each GPU.")] = RESERVE_GIB,
-    json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
+    reserve_gib: Annotated[float, typer.Option(help="Memory kept free on each GPU in GiB.")] = RESERVE_GIB,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per result.")] = False,
     gpus: Annotated[
         str | None,
         typer.Option(
             metavar="COUNTxGB",
-            help="Choose the configuration for one host's GPUs, such as 8x80. GB: thousands of MiB, as "
-            "nvidia-smi shows them. Without --tokens, for the model's longest context.",
+            help="Choose a configuration for one host's GPUs, such as 8x80. GB are thousands of MiB, as in "
+            "nvidia-smi. Without --tokens, plan for the model's longest context.",
         ),
     ] = None,
-    write: Annotated[Path | None, typer.Option(help="With --gpus, write the configuration there.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="With --gpus: write the configuration to this file.")
+    ] = None,
 ) -> None:
     """Print the number of GPUs and their memory for a model at given context lengths.
 
@@ -179,8 +185,8 @@ def _what_fits(demand: Demand) -> Iterator[str]:
         yield f"{longer.tokens:,} tokens fit: --tokens {longer.tokens}"
     narrow = replace(demand, kv_dtype="int8")
     if demand.kv_dtype is None and best(narrow) is not None:
-        yield "K/V in 8 bits makes them fit: --kv-dtype int8"
-    yield f"{more} such GPUs are enough" if more else f"nor do they fit {MOST_GPUS} such GPUs"
+        yield "an 8-bit KV cache makes them fit: --kv-dtype int8"
+    yield f"{more} such GPUs are enough" if more else f"{MOST_GPUS} such GPUs are not enough either"
 
 
 def _shape(name: str) -> ModelConfig:

@@ -29,26 +29,26 @@ _STAGES_PER_TABLE = 5
 """The most stages that fit into 80 columns."""
 
 # Options that several commands take.
-Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
+Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="The server's host:port.")]
 Bearer = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer token.", show_default=False)]
-Tls = Annotated[bool, typer.Option("--tls", help="The address speaks TLS.")]
+Tls = Annotated[bool, typer.Option("--tls", help="Use TLS.")]
 Method = Annotated[str, typer.Option(help="Attention method; see `deltafront info`.")]
 Options = Annotated[list[str], typer.Option("--option", help="NAME=VALUE, an option of the method.")]
 Salt = Annotated[
-    str, typer.Option("--cache-salt", help="Share what was read only with requests of the same salt.")
+    str, typer.Option("--cache-salt", help="Share cached blocks only with requests with the same salt.")
 ]
 Chat = Annotated[
     bool | None,
     typer.Option(
         "--chat/--raw",
-        help="With the model's chat template (the default, if it has one), or the text as it stands.",
+        help="Use the model's chat template (default, if it has one), or send the text unchanged.",
         show_default=False,
     ),
 ]
 Keep = Annotated[float | None, typer.Option(help="Seconds to keep the document as a session.")]
 Recompute = Annotated[
     int | None,
-    typer.Option(help="Blocks of 128 tokens that are read again with dense attention, for the question."),
+    typer.Option(help="Number of 128-token blocks to recompute densely for the question."),
 ]
 ADDRESS = "127.0.0.1:9000"
 
@@ -101,7 +101,7 @@ class ProgressBar:
     """A bar that appears with the first event."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
+        columns = (TextColumn("prefill"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
         shown = console.is_terminal  # without a terminal rich would print an empty line
         self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not shown)
         self._task: Any = None
@@ -112,7 +112,7 @@ class ProgressBar:
             return
         if self._task is None:
             self._bar.start()
-            self._task = self._bar.add_task("reading", total=event.tokens_total)
+            self._task = self._bar.add_task("prefill", total=event.tokens_total)
         self._bar.update(self._task, completed=event.tokens_done, total=event.tokens_total)
 
     def stop(self) -> None:
@@ -173,12 +173,12 @@ def show_timings(console: Console, timings: Timings) -> None:
 
 def describe_usage(usage: Usage, asked_session: bool) -> str:
     """Describe how many tokens were cached and, if no session was requested, where they may come from."""
-    counts = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them not read again"
+    counts = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached"
     if asked_session or not usage.cached_tokens:
         return counts
     return (
-        f"{counts}, since they were remembered: of you, or, where the server has no tokens, of anybody "
-        "(--cache-salt shares only with the same salt)"
+        f"{counts} from earlier prompts: yours or, if the server has no bearer tokens, any caller's "
+        "(--cache-salt limits this to the same salt)"
     )
 
 
@@ -215,17 +215,17 @@ def _page_selection(info: ServerInfo) -> str:
         return "full: no Δ-layers"
     layers = ", ".join(str(layer) for layer in info.delta_layers)
     dense = ", ".join(str(layer) for layer in info.full_layers) or "none"
-    return f"Δ-layers {layers}; dense {dense}; {info.page_budget} pages, the last {info.recency} among them"
+    return f"Δ-layers {layers}; dense {dense}; {info.page_budget} pages, including the last {info.recency}"
 
 
 def _show_profile(console: Console, profile: ProfileInfo) -> None:
-    table = Table("method", "its options", "density", "tokens", title=f"Profile of {escape(profile.model)}")
+    table = Table("method", "options", "density", "tokens", title=f"Profile of {escape(profile.model)}")
     for level in profile.levels:
         options = ", ".join(f"{name}={value:g}" for name, value in level.options.items())
         table.add_row(level.method, options, f"{level.density:g}", f"{level.tokens}")
     console.print(table)
     if profile.figures:
-        table = Table("figures", "", title="What it reached on texts held out")
+        table = Table("figures", "", title="Results on held-out texts")
         for name, value in _figures(json.loads(profile.figures)):
             table.add_row(escape(name), escape(value))
         console.print(table)
@@ -255,7 +255,7 @@ def with_advice(error: DeltafrontError, address: str) -> str:
         errors.Unauthenticated: "give --token or set DELTAFRONT_TOKEN",
         errors.NotFound: "`deltafront prefill FILE` makes a new session",
         errors.DeadlineExceeded: "allow more time with --timeout",
-        errors.InvalidArgument: "`deltafront info` shows what the server takes",
+        errors.InvalidArgument: "`deltafront info` shows what the server accepts",
     }.get(type(error), "")
     if isinstance(error, errors.InvalidArgument) and error.field in ("address", "tls"):
         advice = ""

@@ -80,7 +80,7 @@ def test_serves_on_cpus_on_request(wishes: dict[str, Any]) -> None:
     choice = choose(EIGHT, "here", machine(2), Wishes(**wishes))
     settings = parse(choice.content, "--model")
     assert (settings.prefill.device, settings.decode.device) == ("cpu", "cpu")
-    assert choice.lines == ("CPUs, as asked for", f"{CPU_TOKENS:,} tokens of prompt and answer")
+    assert choice.lines == ("CPUs, as requested", f"{CPU_TOKENS:,} tokens of prompt and answer")
     assert settings.prefill.cache_tokens == CPU_TOKENS
 
 

@@ -39,7 +39,7 @@ def test_prefills_a_document_once_for_many_questions(house: House, document: Pat
     second = says(f"{READ}[u:who?][a:{first}][u:and why?][a:")
     assert done.stdout == f"{first}\n{second}\n"
     assert len(house.group.jobs) == 1
-    assert f"{len(READ)} kept" in done.stderr
+    assert f"{len(READ)} cached" in done.stderr
     nothing_left(house)
 
 
@@ -72,7 +72,7 @@ def test_prefills_again_if_the_session_is_gone(
     done = chat(house, document, questions="who?\n")
     assert done.exit_code == 0, done.output
     assert done.stdout == says(f"{READ}[u:who?][a:") + "\n"
-    assert "reading the document again" in done.stderr
+    assert "prefilling the document again" in done.stderr
     assert len(house.group.jobs) == 2
     nothing_left(house)
 

@@ -83,13 +83,13 @@ def test_sends_plain_text_if_the_model_has_no_template(
 def test_warns_of_a_shared_prefix_cache_and_names_cache_salt(house: House, document: Path) -> None:
     """Without bearer tokens all callers are one owner and share cached blocks."""
     first = run("prefill", document, "--keep", 60, "--address", house.address)
-    assert "remembered" not in first.stderr
+    assert "from earlier prompts" not in first.stderr
     again = run("generate", document, "-q", "why?", "--address", house.address)
     told = " ".join(again.stderr.split())
-    assert "336 of them not read again, since they were remembered" in told and "anybody" in told
+    assert "336 of them cached from earlier prompts" in told and "any caller's" in told
     assert "--cache-salt" in told
     apart = run("generate", document, "-q", "why?", "--cache-salt", "mine", "--address", house.address)
-    assert "remembered" not in apart.stderr
+    assert "from earlier prompts" not in apart.stderr
     assert len(house.group.jobs) == 2
 
 
@@ -98,7 +98,7 @@ def test_generate_sends_recompute_blocks_and_prints_the_tokens(house: House, doc
     done = run("generate", document, "-q", "why?", *sparse, "--address", house.address)
     assert done.exit_code == 0, done.output
     assert house.decode.reservations[-1].options.recompute_blocks == 1
-    assert "128 computed again" in " ".join(done.stderr.split())
+    assert "128 recomputed" in " ".join(done.stderr.split())
 
 
 def test_prefill_then_ask_then_release(house: House, document: Path) -> None:

@@ -163,25 +163,23 @@ def test_suggests_int8_kv_if_only_that_fits_and_writes_it_on_request(tmp_path: P
     asked = ("size", "8b", "--gpus", "1x40")
     refused = run(*asked)
     assert refused.exit_code == 1
-    assert "K/V in 8 bits makes them fit: --kv-dtype int8" in refused.stderr
+    assert "an 8-bit KV cache makes them fit: --kv-dtype int8" in refused.stderr
     done = run(*asked, "--kv-dtype", "int8", "--write", tmp_path / "narrow.yaml")
-    assert "decode.kv_dtype int8: K/V in 8 bits, as asked for" in done.stdout
+    assert "decode.kv_dtype int8: KV cache in 8 bits, as requested" in done.stdout
     assert load(tmp_path / "narrow.yaml").decode.kv_dtype == "int8"
     assert "--kv-dtype" not in run("size", "70b", "--gpus", "1x80").stderr
 
 
 def test_reports_but_does_not_write_a_context_beyond_the_models(tmp_path: Path) -> None:
     asked = ("size", "8b", "--gpus", "8x80", "--tokens", 524_288)
-    said = (
-        "model.max_position_embeddings 524288: the model's own are 131,072; beyond them serve asks for YaRN"
-    )
+    said = "model.max_position_embeddings 524288: the model has 131,072; for more, serve requires YaRN"
     assert said in run(*asked).stdout
     refused = run(*asked, "--write", tmp_path / "long.yaml")
     assert refused.exit_code == 1 and "524288, but the model has 131072 positions: more" in refused.stderr
     assert not (tmp_path / "long.yaml").exists()
     plain = run("size", "8b", "--tokens", 524_288, "--tokens", 131_072, "--json")
     assert plain.exit_code == 0 and len(plain.stdout.splitlines()) == 2
-    assert plain.stderr.count("8b: model.max_position_embeddings 524288: the model's own are 131,072") == 1
+    assert plain.stderr.count("8b: model.max_position_embeddings 524288: the model has 131,072") == 1
 
 
 def test_a_model_directory_is_planned_for(tmp_path: Path) -> None:
@@ -197,7 +195,7 @@ def test_a_model_directory_is_planned_for(tmp_path: Path) -> None:
     [
         (["70b", "--gpus", "2x80"], "131,072 tokens do not fit: the fullest GPU lacks 38.0 GiB"),
         (["70b", "--gpus", "2x80"], "6,688 tokens fit: --tokens 6688\n4 such GPUs are enough"),
-        (["70b", "--gpus", "1x9"], "nor do they fit 16 such GPUs"),
+        (["70b", "--gpus", "1x9"], "16 such GPUs are not enough either"),
         (["8b", "--gpus", "8"], "--gpus 8: give a count and GB of memory, such as 8x80"),
         (["8b", "--gpus", "0x80"], "--gpus 0x80: give a count"),
         (["8b", "--gpus", "8xinf"], "--gpus 8xinf: give a count"),
@@ -258,15 +256,15 @@ def test_plans_for_gguf_files_and_hub_ids_as_they_are_served(
 
 def test_size_keeps_the_options_that_are_given() -> None:
     done = run("size", "8b", "--gpus", "4x80", "--stages", 1, "--tensor-parallel", 2, "--quantisation", "fp8")
-    for line in ("prefill.stages 1:", "decode.tensor_parallel 2:", "decode.gpus 1:", "as asked for"):
+    for line in ("prefill.stages 1:", "decode.tensor_parallel 2:", "decode.gpus 1:", "as requested"):
         assert line in done.stdout
 
 
 def test_size_writes_and_prints_host_memory(tmp_path: Path) -> None:
     file = tmp_path / "host.yaml"
     done = run("size", "8b", "--gpus", "8x80", "--host-cache-gib", "64", "--write", file)
-    assert "decode.host_cache_gib 64: pinned memory of the host" in done.stdout
-    assert "524,288 tokens" in done.stdout and load(file).decode.host_cache_gib == 64.0
+    assert "decode.host_cache_gib 64: pinned host memory" in done.stdout
+    assert "524,288 cached tokens" in done.stdout and load(file).decode.host_cache_gib == 64.0
     assert "host_cache_gib" not in run("size", "8b", "--gpus", "8x80").stdout
     failed = run("size", "8b", "--gpus", "8x80", "--host-cache-gib", "-1")
     assert failed.exit_code == 1 and "host_cache_gib = -1" in failed.stderr

@@ -206,7 +206,7 @@ def test_int8_kv_size_equals_a_real_caches() -> None:
     cache = PagedKVCache(range(2), model.kv_heads, model.head_dim, 3, torch.bfloat16, "cpu", int8=True)
     assert size.kv_bytes(model, 2, "bfloat16", "int8") * 3 * 16 == sum(side.nbytes for side in cache.sides)
     assert narrow.kv_bytes == plain.kv_bytes * (128 + 1) // 256
-    assert narrow.weight_bytes == plain.weight_bytes and size.row(narrow)["model"] == "8b, K/V int8"
+    assert narrow.weight_bytes == plain.weight_bytes and size.row(narrow)["model"] == "8b, KV cache int8"
     saved = plain.kv_bytes - narrow.kv_bytes
     assert plain.decode_bytes - narrow.decode_bytes == saved
     one_layer = plain.kv_bytes // model.layers
@@ -264,8 +264,8 @@ def test_host_memory_size_equals_its_pages_size() -> None:
     for kind, tokens in ((None, 131_072), ("int8", 260_096)):
         found = sizing("8b", SHAPES["8b"], 131_072, 1, 80, host_cache_gib=16.0, kv_dtype=kind)  # type: ignore[arg-type]
         assert found.host_tokens == tokens, "whole pages"
-        assert size.row(found)["host memory of a worker"] == f"16 GiB, {found.host_tokens:,} tokens"
-    assert "host memory of a worker" not in size.row(sizing("8b", SHAPES["8b"], 131_072, 1, 80))
+        assert size.row(found)["host memory per worker"] == f"16 GiB, {found.host_tokens:,} tokens"
+    assert "host memory per worker" not in size.row(sizing("8b", SHAPES["8b"], 131_072, 1, 80))
     done = run("size", "8b", "--tokens", "131072", "--json", "--host-cache-gib", "64")
     assert json.loads(done.stdout)["host_tokens"] == 524_288
     for given in ("-1", "inf", "nan"):
