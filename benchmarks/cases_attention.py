@@ -42,8 +42,7 @@ SMALL = (9, 3, 64)
 
 
 def cases(config: BenchConfig) -> list[Case]:
-    """List the cases. torch's attention comes first, because later cases report their time as a ratio to
-    it."""
+    """List the cases. torch's attention comes first, because others report their time relative to it."""
     shape = (config.q_heads, config.kv_heads, config.head_dim)
     check = partial(_check, config)
     rows = []
@@ -113,8 +112,7 @@ def _sparse(x: AttentionInput, density: float = DENSITY) -> Timed:
 
 
 def _uneven_chunk(x: AttentionInput) -> Timed:
-    """Time the last eighth of the prompt as one chunk. Densities of heads range from 0.05 to 0.9, as in
-    models."""
+    """Time the prompt's last eighth as one chunk. Heads have densities from 0.05 to 0.9, as in models."""
     keys, heads = x.k_BGSD.shape[2], x.q_BHTD.shape[1]
     part = chunk_of(x, keys - keys // 8, keys)
     share_H11 = torch.linspace(0.05**0.5, 0.9**0.5, heads, device=x.q_BHTD.device).square()[:, None, None]
@@ -223,8 +221,7 @@ def _check_input(x: AttentionInput) -> None:
 
 
 def _check_correction(x: AttentionInput, expected: torch.Tensor) -> None:
-    """Correct an output of zeros. Each row must become the dense row at or before it; the tail must be
-    dense."""
+    """Correct zeros. Each row must become the dense row at or before it; the tail must be dense."""
     given = Correction(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
     found = given.attend(x, given.new_state(spec_of(x)))[0]
     tail = (x.prompt_tokens // 128 - 1) * 128

@@ -104,8 +104,7 @@ def _captured(run: Callable[[], object], note: str, flops: float | None = None) 
 
 
 def _attention(x: PagedInput, tokens: int, run: Callable[[], object]) -> Timed:
-    """Time `run`. Report the bytes of K and V that it reads, and the operations of q · k and p · v over
-    `tokens` tokens per request."""
+    """Time `run`. Count its bytes of K and V and the operations of q · k and p · v (`tokens` per request)."""
     requests, heads, dim = x.q_RHD.shape
     row = dim * x.k_PSGD.element_size() + (x.scales is not None)
     read = 2 * requests * tokens * x.k_PSGD.shape[2] * row

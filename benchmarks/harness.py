@@ -126,8 +126,7 @@ def run_cases(
     cases: Sequence[Case], config: BenchConfig, keep: Callable[[Row], None] = lambda row: None
 ) -> list[Row]:
     """Check all cases, then time them. A failed check raises. Each case's row is printed and passed to `keep`
-    at once, so that an interrupted run keeps it.
-    """
+    at once, so that an interrupted run keeps it."""
     wanted = [case for case in cases if not config.only or case.name in config.only]
     checked: set[int] = set()
     for case in wanted:

@@ -107,8 +107,7 @@ def _service(folder: Path) -> Any:
 
 
 def patched(document: Any, operations: Iterable[Mapping[str, Any]]) -> None:
-    """Apply JSON 6902 operations in place. Raises ValueError for an unsupported operation and for a failed
-    `test`."""
+    """Apply JSON 6902 operations in place. Raises ValueError if one is unsupported or a `test` fails."""
     for operation in operations:
         *parents, last = operation["path"].removeprefix("/").split("/")
         place = document

@@ -256,9 +256,7 @@ class Reader:
 
 
 def split_method(method: str) -> tuple[str, dict[str, float]]:
-    """Split a command-line argument such as `dpxa:tau=0.9,k_anchors=16` into name and options. Raises
-    ValueError.
-    """
+    """Split a method like `dpxa:tau=0.9,k_anchors=16` into name and options. Raises ValueError."""
     name, _, given = method.partition(":")
     options: dict[str, float] = {}
     for pair in filter(None, given.split(",")):

@@ -9,8 +9,7 @@ T = TypeVar("T")
 
 
 def ending(events: Iterable[object], kind: type[T]) -> T:
-    """Read a stream and return its final event, of type `kind`. Raises RuntimeError if the stream has
-    none."""
+    """Read a stream and return its final event, of type `kind`. Raises RuntimeError without one."""
     for event in events:
         if isinstance(event, kind):
             return event

@@ -84,8 +84,7 @@ _EARLIER = ("313a2b3", "3c7fe4a", "7c54588")
 
 
 def engine(result: Result) -> str:
-    """Make the table of first-token and decode times. The KV cache has 16 bits unless a row says
-    otherwise."""
+    """Make the table of TTFT and decode times. The KV cache has 16 bits unless a row says otherwise."""
     header = ("case", "tokens", "prefill GPUs", "density", "value", "decode on", "commit")
     rows = [
         [
@@ -130,8 +129,7 @@ def products(result: Result) -> str:
 
 
 def chaos(result: Result) -> str:
-    """Make the table of chaos runs: counts only. A result's `note` says how it was run, and at which
-    commit."""
+    """Make the table of chaos runs: counts. A result's `note` says how it was run, at which commit."""
     rows = [[f"`{row['case']}`", row["tries"], row["bad"]] for row in result["rows"]]
     return markdown(("case", "tries", "bad"), rows)
 

@@ -25,8 +25,7 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import KernelInputError
 
 ROUNDING = 1e-6
-"""A row counts as equal to its chunk's mean if their squared distance is at most this share of the chunk's
-mean squared norm."""
+"""A row equals its chunk's mean if their squared distance is at most this share of the mean squared norm."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +152,7 @@ def is_close(dot, square_a, square_b, cos):
 
 @triton.jit
 def next_far(x_RD, square_R, rows, cos):
-    """For each row of a block, find the first later row that is not close to it, BLOCK if none. The block has
-    `rows` rows.
-    """
+    """Find, for each of the block's `rows` rows, the first later row that is not close to it, or BLOCK."""
     row_R = tl.arange(0, _BLOCK)
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
     close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], cos)

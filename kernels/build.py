@@ -125,9 +125,7 @@ class DenseWhenShort:
 
 
 class Windowed:
-    """Uses exact sliding-window attention in some layers and `method` in the others. A layer's state says
-    which.
-    """
+    """Uses exact sliding-window attention in layers with a window, and `method` in the others."""
 
     def __init__(self, method: Attention, windows: Mapping[int, int]) -> None:
         self.method = method

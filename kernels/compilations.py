@@ -14,8 +14,7 @@ Phases = tuple[tuple[str, int], ...]
 
 @dataclass
 class Compilations:
-    """Counts one process's compilations. Those after `ready` are logged, because a request may wait for
-    them."""
+    """Counts a process's compilations. Those after `ready` are logged, since requests may wait for them."""
 
     warm_up: int = 0
     serving: int = 0

@@ -82,8 +82,7 @@ class Correction:
         out_BHTD[:, :, tail:] = last_BHRD
 
     def _tail_begin(self, x: AttentionInput) -> int:
-        """Return the row of this chunk where the dense tail begins, or the chunk's length if it begins
-        later."""
+        """Return this chunk's first row of the dense tail, or the chunk's length if the tail begins later."""
         begin = max(0, x.prompt_tokens // BLOCK - 1) * BLOCK
         return min(max(0, begin - x.q_start), x.q_BHTD.shape[2])
 
@@ -96,8 +95,7 @@ class Correction:
 
 
 def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute dense attention for rows first, first + gamma, … below `tail`, and for all rows from `tail` on.
-    Return both, in q's dtype."""
+    """Return dense attention of rows first, first + gamma, … below `tail`, and of all rows from `tail`."""
     stop = x.q_start + x.q_BHTD.shape[2]
     every = torch.arange(x.q_start + first, max(x.q_start + tail, x.q_start + first), gamma)
     strided, last = (

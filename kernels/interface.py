@@ -200,8 +200,7 @@ class Selector(Protocol):
 
 class AttentionBackend(Protocol):
     """Computes attention over a mask's tiles, on a CPU or by kernels. Without a mask the backend chooses the
-    keys: mostly all causal ones. `attend` returns out_BHTD in q's dtype.
-    """
+    keys: mostly all causal ones. `attend` returns out_BHTD in q's dtype."""
 
     def new_state(self, spec: StateSpec) -> Any: ...
 

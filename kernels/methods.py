@@ -51,8 +51,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method's name, the values of all its options, and the module that defines them. Hashable and
-    picklable."""
+    """A method's name, all its options' values, and the module that defines them; hashable and picklable."""
 
     name: str
     module: str

@@ -1,5 +1,4 @@
-"""Options of attention methods: frozen dataclasses whose fields have bounds. Importing them loads no
-torch."""
+"""Options of attention methods: frozen dataclasses whose fields have bounds. They load no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -51,8 +50,7 @@ class DenseOptions:
 
 @dataclass(frozen=True)
 class StreamingOptions:
-    """StreamingLLM (Xiao et al. 2023), section 3.2. Whole tiles are kept, so a query may see up to 127 keys
-    more."""
+    """StreamingLLM (Xiao et al. 2023), section 3.2. Tiles are kept whole: up to 127 keys more."""
 
     sink: int = option(128, *_SINK)
     window: int = option(2048, *_WINDOW)

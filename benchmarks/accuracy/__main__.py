@@ -104,8 +104,7 @@ CLOSE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.5}
 """Maximum difference of logp between `ask` and `ask_one_by_one`, relative to logp if it is below -1. It
 allows for rounding of an answer of about twenty tokens after 130,000."""
 METHODS = "deltafront.benchmarks.whole_prompt.methods", "deltafront.benchmarks.paper_forms.methods"
-"""Modules that register methods which the service does not have: whole-prompt baselines and variants from the
-papers."""
+"""Modules that register methods the service lacks: whole-prompt baselines and variants from the papers."""
 
 
 def main() -> int:
@@ -164,8 +163,7 @@ def _known(arguments: argparse.Namespace, cases: Sequence[str]) -> list[Outcome]
 
 def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | None]:
     """Load the model (with --quantisation also a quantised copy) and its profile. Raises ValueError for a
-    method without a level in the profile, and for a page selection that does not fit the layers.
-    """
+    method without a level in the profile, and for a page selection that does not fit the layers."""
     chosen = {"path": arguments.model, "dtype": arguments.dtype, "profile": arguments.profile}
     spec = ModelSpec(**chosen) if arguments.no_adapter else replace(MODEL, **chosen)
     profile = load_profile(spec)  # before stretching: the profile belongs to the unstretched model

@@ -137,8 +137,7 @@ class AnswerDecoder:
 
     def _ask_all(self) -> list[Answered]:
         """Prefill all questions with their answers, write their KV to pages, and return the answers' results.
-        Decode steps overwrite the answers' KV.
-        """
+        Decode steps overwrite the answers' KV."""
 
         def keep(layer: int, indices: Sequence[int], k_QLGD: torch.Tensor, v_QLGD: torch.Tensor) -> None:
             own_L = torch.arange(k_QLGD.shape[1], device=k_QLGD.device)
@@ -181,8 +180,7 @@ class AnswerDecoder:
 
     @property
     def _answered_AR(self) -> torch.Tensor:
-        """Mark the steps that belong to each row's answer. Rows with shorter answers run further steps,
-        too."""
+        """Mark the steps that belong to each row's answer. Rows with shorter answers run more steps."""
         steps_R = torch.tensor([len(question.gold) - 1 for question in self.questions])
         return (torch.arange(int(steps_R.max()))[:, None] < steps_R).to(self._reader.stack.device)
 

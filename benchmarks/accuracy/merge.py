@@ -61,8 +61,7 @@ def conclude(
 
 
 def append_outcomes(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Append all outcomes of a document in one write, so that an interrupted run leaves no partial
-    document."""
+    """Append all outcomes of a document in one write, so that an interrupted run leaves no part of one."""
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(f"{json.dumps(asdict(outcome))}\n" for outcome in outcomes))
 
@@ -78,8 +77,7 @@ def write_shard(outcomes: Sequence[Outcome], shard: tuple[int, int], origin: Ori
 
 def merged(paths: Sequence[Path]) -> tuple[list[Outcome], Origin]:
     """Return the outcomes of all shards, in the order of a single process. Raises ValueError if the files are
-    not exactly the shards of one run.
-    """
+    not exactly the shards of one run."""
     shards = [json.loads(path.read_text()) for path in paths]
     if sorted(one["shard"] for one in shards) != [[i, len(shards)] for i in range(len(shards))]:
         raise ValueError(f"not each shard once: {[one['shard'] for one in shards]}")

@@ -66,9 +66,7 @@ def quantile(ascending: Sequence[float], share: float) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean and its standard error, which is None for a single value. Raises ValueError without
-    values.
-    """
+    """Return the mean and its standard error (None for one value). Raises ValueError without values."""
     if not values:
         raise ValueError("the mean of nothing")
     mean = math.fsum(values) / len(values)

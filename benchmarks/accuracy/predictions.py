@@ -22,8 +22,7 @@ LIKELY: α and β of LongPPL (Fang et al. 2025), equation 5."""
 def predicted(
     stack: LayerStack, hidden_AC: torch.Tensor, next_A: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logp_A (float64) of next_A, the tokens after these rows, and the most likely tokens best_A, both
-    on the CPU."""
+    """Return CPU tensors: float64 logp_A of next_A, the tokens after these rows, and the likeliest tokens."""
     logps, bests = [], []
     parts = zip(torch.split(hidden_AC, _ROWS), torch.split(next_A.to(hidden_AC.device), _ROWS), strict=True)
     for rows_AC, gold_A in parts:

@@ -29,8 +29,7 @@ class QuestPlan:
     budget: int
 
     def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
-        """Return the number of pages that selecting layers read for `length` tokens, and the number of all
-        pages."""
+        """Return the numbers of pages read and of all pages, over selecting layers, for `length` tokens."""
         held, layers = pages_for(length), self.layers - FULL_LAYERS
         return layers * (min(held, self.budget) if selects else held), layers * held
 

@@ -171,9 +171,7 @@ def ask_in_prompt(
 
 
 def by_subject(questions: Sequence[Question], answers: Sequence[Answered]) -> dict[str, tuple[float, bool]]:
-    """Return (logp, exact) by subject: the log of the total probability of all right answers, and True if any
-    of them is exact.
-    """
+    """Return (logp, exact) by subject: log of the right answers' total probability; True if any is exact."""
     logps: dict[str, list[float]] = {}
     exacts: dict[str, bool] = {}
     for question, answer in zip(questions, answers, strict=True):
@@ -270,8 +268,7 @@ def _over_document(
     q_GRD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out_GRD and lse_GR of rows that attend to every key, by PyTorch's internal flash kernels,
-    because SDPA does not return the log-sum-exp. For float32 on a GPU it uses the memory-efficient kernel.
-    """
+    because SDPA does not return the log-sum-exp. For float32 on a GPU it uses the memory-efficient kernel."""
     q, k, v = (x[None].contiguous() for x in (q_GRD, k_GSD, v_GSD))
     aten = torch.ops.aten
     if q.device.type == "cpu":

@@ -104,8 +104,7 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
 
 def _key_tokens(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
     """Return the perplexity of key tokens with the method and with dense attention, and the interval over
-    documents of the difference of both logarithms.
-    """
+    documents of the difference of both logarithms."""
     found = [(o.key_logp, d.key_logp, o.key_tokens) for o, d in zip(group, base, strict=True) if o.key_tokens]
     known = [(mine, dense, many) for mine, dense, many in found if mine is not None and dense is not None]
     if not known:
@@ -243,15 +242,13 @@ def _number(value: float | None, form: str) -> str:
 
 
 def judged(row: Row) -> bool:
-    """Say whether dense attention answers at least half of a task's questions. Otherwise the task cannot
-    compare methods."""
+    """Say whether dense attention answers at least half of the questions, so that the task can compare."""
     return "questions" in row and 2 * row["exact_dense"] >= row["questions"]
 
 
 def together(found: Sequence[Row]) -> list[Row]:
     """Pool the tasks that are `judged`: make one row for each length and case with several such tasks.
-    Intervals are bootstrapped over all their documents.
-    """
+    Intervals are bootstrapped over all their documents."""
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in filter(judged, found):
         groups.setdefault((row["tokens"], row["case"]), []).append(row)
@@ -303,8 +300,7 @@ def together_table(pooled: Sequence[Row]) -> str:
 
 def apart(found: Sequence[Row], recorded: Sequence[Row]) -> list[str]:
     """Return a line for each row that differs from the recorded row in density (by 0.002), KL (by 5% and by
-    0.0005) or exact answers (by more than 10%). Smaller differences are rounding of different processors.
-    """
+    0.0005) or exact answers (by more than 10%). Smaller differences are rounding of different processors."""
     known = {(row["case"], row["task"], row["tokens"]): row for row in recorded}
     reasons = []
     for row in found:
@@ -367,8 +363,7 @@ def figure(row: Row, name: str) -> float | None:
 
 def missed(gates: Sequence[Gate], found: Sequence[Row]) -> list[str]:
     """Return a line for each bound that a row misses. A bound is also missed if no row of its case has the
-    number, or if the number is NaN.
-    """
+    number, or if the number is NaN."""
     reasons = []
     for gate in gates:
         mine = [row for row in found if row["case"] == gate.case]

@@ -66,8 +66,7 @@ CODE = "Read the following coded text and track the frequency of each coded word
 
 
 def in_turn(about: str, prompt: str, answers: Sequence[str]) -> Asked:
-    """Make the questions of each turn: one for every remaining answer, with the earlier answers in its
-    prompt."""
+    """Make the questions of each turn: one for every remaining answer, after the earlier answers."""
     return [
         (f"{about} {turn + 1}", prompt + "".join(f" {said}," for said in answers[:turn]), f" {answer}")
         for turn in range(len(answers))
@@ -87,8 +86,7 @@ def single(kind: str, *, noise: bool = False, others: int = 0) -> Task:
 
 
 def alone(kind: str) -> Task:
-    """Make a task that asks for values in a document of needles only, one per line. If the values are uuids,
-    so are the keys."""
+    """Make a task of needles only, one per line. If the values are uuids, so are the keys."""
 
     def task(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
         most = tokens // 10 if kind == "uuid" else min(10_000, tokens // 10)
@@ -138,8 +136,7 @@ def variables(rng: random.Random, tokens: int, count: int, text: Text) -> Docume
 
 def common_words(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
     """Ask for the ten words that a numbered list contains 30 times; other words occur three times. Raises
-    ValueError if `tokens` is too small for the ten words.
-    """
+    ValueError if `tokens` is too small for the ten words."""
     del count
     words = [needle.key for needle in _needles(rng, min(10_000, COMMON + tokens // OTHER_TIMES), "number")]
     preface, *spelled = text.encode_all([LIST, *(f" {word}" for word in words)])
@@ -164,8 +161,7 @@ def common_words(rng: random.Random, tokens: int, count: int, text: Text) -> Doc
 
 def frequent_words(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
     """Ask for the most frequent coded words. Word r occurs 1 / r² times as often as word 1, which is "....".
-    Raises ValueError if `tokens` is too small to rank them.
-    """
+    Raises ValueError if `tokens` is too small to rank them."""
     del count
     made = set[str]()
     while len(made) < max(10, tokens // 50):

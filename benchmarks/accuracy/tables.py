@@ -32,8 +32,7 @@ def accuracy(result: Result) -> str:
 
 
 def kept(row: Mapping[str, Any]) -> str:
-    """Format exact answers as a share of the baseline's, with the interval over documents if the row has
-    one."""
+    """Format exact answers as a share of the baseline's, with the interval over documents if known."""
     if not row["exact_dense"]:
         return "–"
     share = f"{row['exact'] / row['exact_dense']:.3f}"
@@ -88,8 +87,7 @@ _ROWS: Sequence[tuple[int, str, str, str]] = (
     (4, "decode 8,14,18,21:64", "dense prefill, DELTA with 64 pages", _UNTUNED),
     (4, "decode 8,14,18,21:256", "dense prefill, DELTA with 256 pages", _UNTUNED),
 )
-"""For each row: index of the results file in EMBEDDED, the case, and the table's names of case and
-documents."""
+"""Index of the results file in EMBEDDED, the case, and the table's names of case and documents."""
 
 
 def embedded(*results: Result) -> str:

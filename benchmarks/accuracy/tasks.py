@@ -90,8 +90,7 @@ def names(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Doc
 
 def named(spelled: Sequence[str], tokens: int) -> Iterator[tuple[int, int]]:
     """Yield the token ranges (first, stop) of names from `tokens` on. A name is a capitalised word that the
-    text never has in lower case.
-    """
+    text never has in lower case."""
     starts = list(accumulate(map(len, spelled), initial=0))
     whole = "".join(spelled)
     token_at = {starts[i] + (spelled[i][:1] == " "): i for i in range(len(spelled))}

@@ -51,8 +51,7 @@ def _full(layers: Sequence[PagedInput]) -> Run:
 
 
 def _selected(layers: Sequence[PagedInput], budget: int) -> tuple[Run, PagedInput]:
-    """Return our run over selected pages, and the first layer's input with a page table of only these
-    pages."""
+    """Return our run over selected pages, and the first layer's input with a table of only these pages."""
     x = layers[0]
     _, _, score_RP = paged_attention_scored(*arguments(x), scale=x.scale)
     selected_RK, counts_R = select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
@@ -67,8 +66,7 @@ def _selected(layers: Sequence[PagedInput], budget: int) -> tuple[Run, PagedInpu
 
 
 def _their_decode(flashinfer: Any, layers: Sequence[PagedInput], x: PagedInput, tensor_cores: bool) -> Run:
-    """Return FlashInfer's run for x's page table, in which all pages are full. Its plan on the host (0.2-0.5
-    ms) is not timed."""
+    """Return FlashInfer's run for x's table of full pages. Its plan on the host (0.2-0.5 ms) is not timed."""
     requests, columns = x.table_RP.shape
 
     def buffer(size: int) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""Pairs of kernels between GEMMs: RMS norm, RoPE with KV cache write, SiLU. Suffixes are those of the
-kernels; N copies."""
+"""Pairs of kernels between GEMMs: RMS norm, RoPE with KV write, SiLU. Kernels' suffixes, and N: copies."""
 
 from __future__ import annotations
 

@@ -98,8 +98,7 @@ def _graph(run: Run, copies: int) -> torch.cuda.CUDAGraph:
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Return the median time of a replay per call, in microseconds. All replays are queued before the host
-    waits."""
+    """Return a replay's median microseconds per call. All replays are queued before the host waits."""
     event: Any = torch.cuda.Event  # untyped in torch
     marks = [event(enable_timing=True) for _ in range(REPLAYS + 1)]
     graph.replay()

@@ -77,8 +77,7 @@ def _with_logprobs(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> Sequence[tor
 
 
 def _same_distribution(flashinfer: Any) -> float:
-    """Draw many times from the same logits with our sampling and FlashInfer's. Return the largest difference
-    of a token's frequencies."""
+    """Draw many times with our sampling and FlashInfer's. Return the largest difference of frequencies."""
     given = _logits(1).expand(_SAMPLES, VOCAB)[None], _rows(_SAMPLES)
     drawn = _sample(*given, 0)[0], _their_sample(flashinfer, *given, 0)[0]
     ours_V, theirs_V = (torch.bincount(ids_R, minlength=VOCAB) / _SAMPLES for ids_R in drawn)

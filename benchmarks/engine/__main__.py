@@ -69,8 +69,7 @@ BY_DEFAULT = ("ready", "ttft", "peers", "products", "decode")
 CASES = (*BY_DEFAULT, "throughput", "questions", "asked", "cached", "tiers")
 SERVED = {"ttft", "decode", "peers", "throughput", "questions", "asked"}
 DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
-"""Densities of `dpxa` by prompt length in tokens. A prompt gets the density of the nearest length, by
-ratio."""
+"""Densities of `dpxa` by prompt length in tokens. A prompt gets that of the nearest length, by ratio."""
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -176,8 +175,7 @@ class Run:
         )
 
     def keep(self, one: Row, setup: Setup | None) -> None:
-        """Print and write a row at once, so that an interrupted run keeps it. setup: None if no service
-        ran."""
+        """Print and write a row at once, so that interrupted runs keep it. setup: None if no service ran."""
         made = {**one}
         if setup is not None:
             mark = self.mark if setup.model == self.model else f"{self.mark}_files"

@@ -43,8 +43,7 @@ def long_rest(
 
 
 def turns(client: DeltafrontClient, made: Made, tokens: int, options: Mapping[str, float], gpus: int) -> Row:
-    """Measure `ttft_turns`: median TTFT of the turns, except the first, of a conversation that grows to
-    `tokens` tokens."""
+    """Measure `ttft_turns`: median TTFT of later turns of a conversation that grows to `tokens` tokens."""
     everything = made(tokens, 300)
     ends = range(tokens - (TURNS - 1) * GROWTH, tokens + 1, GROWTH)
     results = [measure.first_token(client, everything[:end], "dpxa", options) for end in ends]

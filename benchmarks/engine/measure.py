@@ -83,8 +83,7 @@ def _checked(one: GenerateFinished, blocks: int) -> GenerateFinished:
 
 
 def ttft_row(case: str, results: Sequence[GenerateFinished], gpus: int) -> Row:
-    """Make a row of the run with the median TTFT (the longer of two), with the parts of its TTFT and its
-    density."""
+    """Make a row of the median run (the longer of two), with the parts of its TTFT and its density."""
     middle = sorted(results, key=lambda one: one.timings.ttft_seconds)[len(results) // 2]
     made = row(
         case,
@@ -164,8 +163,7 @@ def answers(client: DeltafrontClient, asked: Sequence[str], selection: str, toke
 
 def spans_together(arrivals: Sequence[Sequence[float]]) -> list[float]:
     """Return the seconds between every STRETCH tokens of a stream while all streams run. Times between single
-    tokens would mislead, because some tokens arrive together.
-    """
+    tokens would mislead, because some tokens arrive together."""
     begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
     return [
         later - earlier
@@ -208,8 +206,7 @@ def question_row(
 
 def compilations(address: str) -> float | None:
     """Return the number of kernels compiled since the service was ready, from its metrics; None if it has no
-    such metric. Wait first, because workers report once a second.
-    """
+    such metric. Wait first, because workers report once a second."""
     time.sleep(_TOLD_S)
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         return counted(answer.read().decode())

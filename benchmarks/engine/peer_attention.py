@@ -1,6 +1,4 @@
-"""torch's attention over a chunk: SDPA's FlashAttention-2 and cuDNN. `kernels.interface` explains the
-suffixes.
-"""
+"""torch's attention over a chunk: SDPA's FlashAttention-2 and cuDNN. Suffixes: `kernels.interface`."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileM
 from deltafront.tests.numerics import assert_rows_close
 
 Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, ...]]
-"""(q, k, v, causal, scale) -> (out_BHTD, natural logsumexp of each row, …). causal: q and k have the same
-positions."""
+"""(q, k, v, causal, scale) -> (out_BHTD, natural logsumexp of rows, …). causal: q and k start together."""
 
 
 class Peer:

@@ -45,8 +45,7 @@ def key(one: Row) -> Key:
 
 
 def merged(old: Mapping[str, Any] | None, rows: Iterable[Row], gpu: str, commit: str) -> dict[str, Any]:
-    """Return the file's new content. New rows replace old rows with the same key. Other old rows stay, with
-    their commit."""
+    """Return the file's new content. Rows replace old rows of the same key; others keep their commit."""
     kept: dict[Key, Row] = {}
     if old is not None:
         for one in old["rows"]:

@@ -138,8 +138,7 @@ class Setup:
 
 
 def delta_layers(layers: int, windows: Collection[int] = ()) -> list[int]:
-    """Choose four Δ-layers, evenly spaced after the first two layers and without windows; fewer if the model
-    has few layers."""
+    """Choose up to four Δ-layers, evenly spaced after the first two layers, without windows."""
     free = [layer for layer in range(2, layers) if layer not in windows]
     return sorted({free[(2 * part + 1) * len(free) // 8] for part in range(4)})
 

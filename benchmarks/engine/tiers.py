@@ -33,15 +33,13 @@ GROUP_TOKENS = GROUP_PAGES * PAGE_TOKENS
 _PATIENCE_S = 120.0
 _ROUNDS, _ANSWER = 5, 640
 _QUESTIONS, _FIRST_S, _EVERY_S = 6, 0.25, 0.75
-"""Number of questions asked while another session's answer is timed, seconds to the first question, and
-seconds between questions."""
+"""Questions asked while another session answers, seconds to the first, and seconds between questions."""
 _READERS = 4
 _CHUNK = 8 << 20
 
 
 def _session(tokens: int) -> int:
-    """Return the length, in tokens, of the session that decodes while documents of `tokens` tokens are
-    loaded."""
+    """Return the tokens of the session that decodes while documents of `tokens` tokens are loaded."""
     return tokens // 8
 
 

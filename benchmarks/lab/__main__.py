@@ -60,8 +60,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def by_method(cases: Sequence[Case]) -> dict[str, list[int]]:
-    """Group cases by method: return each method's numbers of blocks, ascending. Each sample is prefilled once
-    per method."""
+    """Return each method's numbers of blocks, ascending, so that each sample is prefilled once per method."""
     blocks: dict[str, set[int]] = {}
     for case in cases:
         blocks.setdefault(case.method, set()).add(case.blocks)

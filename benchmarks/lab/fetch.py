@@ -49,8 +49,7 @@ MODELS = {
 
 
 def fetch(name: str, folder: Path) -> Path:
-    """Download FOLDER/NAME.gguf unless it exists, and return its path. Raises SystemExit if its digest is
-    wrong."""
+    """Download FOLDER/NAME.gguf unless it exists. Return its path. Raises SystemExit for a wrong digest."""
     parts, made = MODELS[name], folder / f"{name}.gguf"
     if made.exists():
         return made

@@ -21,8 +21,7 @@ from deltafront.workers.model.decoder.stack import LayerStack
 @dataclass(frozen=True)
 class Case:
     """A method with options. blocks: Number of blocks to recompute before the prompt's end is prefilled
-    again. 0: keep the end as the method computed it.
-    """
+    again. 0: keep the end as the method computed it."""
 
     method: str
     blocks: int = 0
@@ -179,8 +178,7 @@ class Together:
     def _likely(
         self, hidden_BC: torch.Tensor, lengths: Sequence[int], told_B: Sequence[Sequence[int]]
     ) -> list[tuple[float, float]]:
-        """Return the mean log-probability of each given answer, and the share of its tokens that have the
-        highest probability."""
+        """Return each given answer's mean log-probability and the share of its tokens that are likeliest."""
         logp_B, same_B = [0.0] * len(told_B), [0] * len(told_B)
         for step in range(max(map(len, told_B))):
             token_B = torch.tensor([ids[step] if step < len(ids) else 0 for ids in told_B])

@@ -39,8 +39,7 @@ def samples(
     tasks: Sequence[str], count: int, tokens: int, texts: Mapping[str, Text], decode: Decode, seed: int
 ) -> list[Sample]:
     """Make `count` samples of each task, with at most `tokens` tokens, from one text after the other. The
-    seed decides documents, keys, values and positions.
-    """
+    seed decides documents, keys, values and positions."""
     made = []
     for task in tasks:
         for number in range(count):

@@ -1,2 +1,1 @@
-"""Makes the tables of docs/models.md: model families, and public models by the numbers in their
-config.json."""
+"""Makes the tables of docs/models.md: model families, and public models by their config.json."""

@@ -1,5 +1,4 @@
-"""The published numbers of public models' config.json, and the reason of each model that the service
-refuses."""
+"""Published numbers of public models' config.json, and why the service refuses some of them."""
 
 from __future__ import annotations
 

@@ -65,8 +65,7 @@ def true_masses(x: AttentionInput) -> torch.Tensor:
 
 
 def covered(score_BHNM: torch.Tensor, true_BHNM: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Compute float64 coverage_HI: the share of a whole prompt's mass in the tiles that each threshold
-    keeps."""
+    """Compute float64 coverage_HI: each threshold's share of a whole prompt's attention mass."""
     whole_BHN = true_BHNM.double().sum(-1)
     shares = []
     for threshold in THRESHOLDS:

@@ -81,8 +81,7 @@ def runs_of(is_anchor_BGS: torch.Tensor, begin_N: torch.Tensor, block: int) -> R
 
 class PhasedDeltaKV(ABC):
     """A backend in two phases. Phase 1 attends to the anchors of safe packed blocks, phase 2 to every key
-    after these blocks. A packed block is safe if all its keys come before the query block.
-    """
+    after these blocks. A packed block is safe if all its keys come before the query block."""
 
     def __init__(self, options: PhaseOptions) -> None:
         self._options = options
@@ -181,8 +180,7 @@ class RandomKeys(PhasedDeltaKV):
         self._keep, self._seed = options.keep, options.seed
 
     def new_state(self, spec: StateSpec) -> DeltaKVState:
-        """Draw anchors that depend only on seed, layer and prompt length, so that any new state gets the same
-        anchors."""
+        """Draw anchors from seed, layer and prompt length alone, so that any new state gets the same."""
         generator = torch.Generator().manual_seed(self._seed * 1009 + spec.layer)
         chance_BGS = torch.rand(spec.batch, spec.kv_heads, spec.max_tokens, generator=generator)
         chance_BGS[..., 0] = 0.0

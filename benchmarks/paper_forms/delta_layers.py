@@ -74,8 +74,7 @@ def random_layers(layers: int, count: int, seed: int) -> tuple[int, ...]:
 
 
 def _parts(layers: int, count: int) -> list[range]:
-    """Cut the layers after the first Δ-layer, without the last layer, into `count` - 1 equal parts. Raises
-    ValueError."""
+    """Cut layers FIRST + 1 to layers - 2 into `count` - 1 equal parts. Raises ValueError for a bad count."""
     behind = layers - 1 - (FIRST + 1)
     if not 1 <= count <= behind + 1:
         raise ValueError(f"{count} Δ-layers: a model of {layers} layers has 1 to {behind + 1}")

@@ -88,8 +88,7 @@ def level_of(
 
 
 def write_profile(arguments: argparse.Namespace, method: MethodSpec, levels: Sequence[Level]) -> None:
-    """Add levels to the profile, which is created if missing. Raises ProfileError if it is another
-    model's."""
+    """Add levels to the profile or create it. Raises ProfileError if it is another model's."""
     model, texts = model_of(arguments), [path.read_text(encoding="utf-8") for path in arguments.text]
     made = MethodLevels(method=method.name, options=shaping_options(method), levels=tuple(levels))
     described = ProfiledModel(name=arguments.model, digest=model_digest(model))

@@ -123,8 +123,7 @@ class ThesisAnchorsOptions(ScoredOptions):
 
 @dataclass(frozen=True)
 class NaiveCellsOptions(ScoredOptions):
-    """Scores like `dpxa_thesis`, but from every n-th row of q and k (ablation of DeltaAttention, section
-    4.3)."""
+    """Scores like `dpxa_thesis`, from every n-th row of q and k (ablation of DeltaAttention, section 4.3)."""
 
     every: int = option(3, 1, 64, "every n-th row of q and k is scored")
 
@@ -151,8 +150,7 @@ class BlockPoolOptions(ScoredOptions):
 
 @dataclass(frozen=True)
 class BlockTopOptions(BlockPoolOptions):
-    """MInference's block-sparse pattern (Jiang et al. 2024, Algorithm 3) in every head. The paper keeps 100
-    blocks of 64 tokens."""
+    """MInference's block-sparse pattern (Jiang et al. 2024, Algorithm 3). Blocks: 128 tokens, not 64."""
 
     top: int = option(50, 1, 1 << 16, "blocks of 128 tokens of a row, beside sink and window")
 

@@ -112,8 +112,7 @@ def cells(x: AttentionInput, rows: list[list[int]], keys: list[list[int]]) -> to
 
 
 def sparge_tiles(x: AttentionInput, tau: float, theta: float) -> list[list[set[int]]]:
-    """Return the tiles that SpargeAttn (section 3.2) keeps, by head and query block, with sink and
-    diagonal."""
+    """Return the tiles that SpargeAttn (section 3.2) keeps, by head and query block."""
 
     def blocks_of(rows: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.split(rows.double(), BLOCK))

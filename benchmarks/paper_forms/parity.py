@@ -137,8 +137,7 @@ def quest(folder: Path, x: AttentionInput) -> Iterator[Compared]:
 
 
 def delta(folder: Path, x: AttentionInput) -> Iterator[Compared]:
-    """Compare the pages of one request, assuming natural logarithms as the factor's name in their kernel
-    says."""
+    """Compare the pages of one request. Logarithms are natural, as the factor's name in their kernel says."""
     parts = folder / "DELTA" / "Engine" / "DELTA"
     scores, selector_of = file_module(parts / "page_score.py"), file_module(parts / "page_selector.py")
     q_HD, k_SHD = x.q_BHTD[0, :, -1].float(), repeated(x)[1][0].transpose(0, 1).float()

@@ -139,8 +139,7 @@ def top_tiles(score_BHNM: torch.Tensor, rule: Rule, first_block: int, count: int
 
 
 class CellsSelector(HeadSelector):
-    """Sums exponentials of sampled rows against sampled keys in each tile, and normalises over a query
-    block."""
+    """Sums exponentials of sampled rows and keys in each tile, normalised over a query block."""
 
     @abstractmethod
     def sampled(self, x: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,4 @@
-"""FlexPrefill: each head uses a query-aware or a vertical-slash pattern. Suffixes are those of
-`kernels.interface`.
-"""
+"""FlexPrefill: each head is query-aware or vertical-slash. Suffixes are those of `kernels.interface`."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ def choose(
 
 
 def js_distance(p_BHM: torch.Tensor, q_BHM: torch.Tensor) -> torch.Tensor:
-    """Return the square root of the Jensen-Shannon divergence of two distributions over the last
-    dimension."""
+    """Return the square root of the Jensen-Shannon divergence over the last dimension."""
     middle_BHM = (p_BHM + q_BHM) / 2
     total_BH = _divergence(p_BHM, middle_BHM) + _divergence(q_BHM, middle_BHM)
     return (total_BH / 2).clamp(min=0).sqrt()

@@ -24,8 +24,7 @@ def cpu_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torc
 
 
 def last_attention(x: AttentionInput, queries: int) -> torch.Tensor:
-    """Compute the attention weights of the last `queries` rows, or of all rows if fewer: float32
-    mass_BHLS."""
+    """Compute float32 mass_BHLS: attention weights of the last `queries` rows, or of all if fewer."""
     batch, heads, rows, dim = x.q_BHTD.shape
     groups, keys = x.k_BGSD.shape[1:3]
     taken = min(queries, rows)
@@ -38,8 +37,7 @@ def last_attention(x: AttentionInput, queries: int) -> torch.Tensor:
 
 
 def line_masses(mass_BHLS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mass of each key block and of each band of distances 128 d .. 128 d + 127, both float32
-    (B, H, M)."""
+    """Return masses of key blocks and of bands of distances 128 d .. 128 d + 127, both float32 (B, H, M)."""
     vertical_BHS, slash_BHS = single_line_masses(mass_BHLS)
     return by_block(vertical_BHS), by_block(slash_BHS)
 
@@ -60,8 +58,7 @@ def by_block(mass_BHS: torch.Tensor) -> torch.Tensor:
 
 
 def heaviest(mass_BHM: torch.Tensor, lines: int) -> torch.Tensor:
-    """Mark the heaviest blocks, lines / 128 of them, rounded up: bool_BHM. Among equal blocks the first
-    wins."""
+    """Mark the ceil(lines / 128) heaviest blocks: bool_BHM. Among equal blocks the first wins."""
     order_BHM = mass_BHM.sort(dim=-1, descending=True, stable=True).indices
     return torch.zeros_like(mass_BHM, dtype=torch.bool).scatter_(
         -1, order_BHM[..., : -(-lines // BLOCK)], True
@@ -95,8 +92,7 @@ def tiles_of_lines(vertical_BHM: torch.Tensor, band_BHM: torch.Tensor) -> torch.
 
 
 def kept_scores(kept_BHNM: torch.Tensor) -> torch.Tensor:
-    """Convert bool_BHNM to float32 scores, from which the rule KEPT keeps these causal tiles, diagonal and
-    sink."""
+    """Convert bool_BHNM to scores from which the rule KEPT keeps these causal tiles, diagonal and sink."""
     score_BHNM = kept_BHNM.float()
     score_BHNM[..., 0] = 1.0  # because the rule keeps all tiles of a row of zeros
     return score_BHNM

@@ -21,8 +21,7 @@ from deltafront.kernels.constants import BLOCK, LOG2E
 from deltafront.kernels.interface import AttentionInput, KernelInputError
 
 _SPLITS = 32
-"""Maximum number of splits per head: enough for 132 multiprocessors at 32 heads, few enough to merge in
-registers."""
+"""Maximum number of splits per head: enough for 132 multiprocessors, few enough to merge in registers."""
 
 
 @triton.jit
@@ -55,8 +54,7 @@ def _sums_kernel(
     group, rows, keys, per_split, scale_log2,
     D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For one head and split, compute each row's maximum (-inf if all keys are masked) and sum of
-    exponentials."""
+    """Compute one head and split: each row's maximum (-inf if all is masked) and sum of exponentials."""
     lane = tl.program_id(0)
     batch = (lane // heads).to(tl.int64)
     head = (lane % heads).to(tl.int64)

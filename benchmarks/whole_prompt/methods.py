@@ -12,8 +12,7 @@ _SPARSE = "deltafront.kernels.attention.block_sparse:BlockSparseBackend"
 
 @dataclass(frozen=True)
 class VerticalSlashOptions:
-    """MInference (Jiang et al. 2024), Algorithm 2. Budgets are numbers of lines and are rounded up to blocks
-    of 128 lines."""
+    """MInference (Jiang et al. 2024), Algorithm 2. Budgets in lines are rounded up to blocks of 128."""
 
     verticals: int = option(1000, 1, 1 << 16, "vertical lines kept")
     slashes: int = option(4096, 1, 1 << 16, "slash lines kept")

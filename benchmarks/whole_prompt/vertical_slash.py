@@ -14,8 +14,7 @@ LAST_QUERIES = 64
 
 
 class VerticalSlashSelector(LineSelector):
-    """Keeps the tiles that the heaviest lines cross. Lines are ranked by the attention of the last 64
-    queries."""
+    """Keeps tiles that the heaviest lines cross, ranked by the attention of the last 64 queries."""
 
     name = "vertical_slash"
 

@@ -1,5 +1,4 @@
-"""Block-sparse attention: each query block attends to its tiles of a mask. Suffixes: J keys of these
-tiles."""
+"""Block-sparse attention over each query block's tiles of a mask. Suffixes: J keys of these tiles."""
 
 import torch
 
@@ -57,8 +56,7 @@ def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:
 
 
 def kernel_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """Compute `cpu_attend` on the GPU. Each list must end with the diagonal tile, the only one that the
-    kernel masks."""
+    """Compute `cpu_attend` on the GPU. Lists must end with the diagonal tile: the kernel masks no other."""
     kept = check_mask(x, mask, "block_sparse")
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), mask=kept)

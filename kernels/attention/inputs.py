@@ -78,18 +78,14 @@ def window_begin(row: int, window: int) -> int:
 def attend_keys(
     q_HTD: torch.Tensor, k_JD: torch.Tensor, v_JD: torch.Tensor, mask_TJ: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Compute attention of several heads over the same J keys on the CPU. mask_TJ is an SDPA mask. Returns
-    float32 out_HTD.
-    """
+    """Compute float32 out_HTD of several heads over the same J keys on the CPU. mask_TJ: an SDPA mask."""
     shape = (1, q_HTD.shape[0], *k_JD.shape)
     k, v = k_JD.float().expand(shape), v_JD.float().expand(shape)
     return scaled_dot_product_attention(q_HTD[None].float(), k, v, attn_mask=mask_TJ, scale=scale)[0]
 
 
 def check_mask(x: AttentionInput, mask: TileMask | None, name: str) -> TileMask:
-    """Check that the mask's shapes and dtypes fit x, without reading the device, and return it. Raises
-    KernelInputError.
-    """
+    """Check, without a synchronisation, that the mask fits x, and return it. Raises KernelInputError."""
     x.require_aligned(name)
     if mask is None:
         raise KernelInputError(f"{name} needs a tile mask, from a selector")

@@ -187,6 +187,5 @@ def kernel_gemm(
 
 
 def _parts(x: LinearInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and scales. If x is not quantised, return x twice: the kernel does not read the
-    scales."""
+    """Return values and scales. Without quantisation, return x twice: the kernel reads no scales."""
     return (x.values_TI, x.scale_T1) if isinstance(x, Fp8Rows) else (x, x)

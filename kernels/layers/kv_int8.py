@@ -57,8 +57,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise numbers [..., D] with scales [...] to `dtype`, exactly for float16 and float32 within their
-    range."""
+    """Dequantise numbers [..., D] with scales [...] to `dtype`, exactly in float16 and float32."""
     scale = (scales.int() << 7).to(torch.int16).view(torch.float16).float() * 2.0**-6
     return ((numbers.float() - 128) * scale[..., None]).to(dtype)
 

@@ -38,8 +38,7 @@ _LOG2E = gl.constexpr(LOG2E)
 
 
 class LinearWork(NamedTuple):
-    """Sizes of one launch: tiles, and steps of DEPTH columns. `apart`: Number of weight rows from a tile's
-    first piece to its second."""
+    """Sizes of a launch. steps: of DEPTH columns. apart: weight rows between a tile's two pieces' starts."""
 
     row_tiles: gl.tensor
     column_tiles: gl.tensor

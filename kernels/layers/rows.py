@@ -4,8 +4,7 @@ from deltafront.kernels.interface import KernelInputError
 
 
 def check_rows(name: str, **rows: torch.Tensor) -> None:
-    """Check that the tensors are matrices of one shape, dtype and device with contiguous rows. Raises
-    KernelInputError."""
+    """Check that tensors are matrices of one shape, dtype and device, with contiguous rows."""
     first = next(iter(rows.values()))
     for key, x in rows.items():
         if x.dim() != 2 or x.shape != first.shape:

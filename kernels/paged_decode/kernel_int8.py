@@ -60,8 +60,7 @@ def _attend_int8(  # noqa: PLR0915
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute `kernel._attend` over int8 pages. k_ptr and v_ptr point to pairs of numbers. k and v have the
-    same strides, in pairs."""
+    """Compute `kernel._attend` over int8 pages. k_ptr and v_ptr point to pairs; strides count pairs."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     PAIRS: tl.constexpr = D // 2

@@ -115,9 +115,7 @@ def _constrain(logits_RV: torch.Tensor, allowed_RW: torch.Tensor) -> torch.Tenso
 
 
 def gumbel(seed_R: torch.Tensor, positions_R: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return standard Gumbel noise [R, V] in float64, by a hash (splitmix64's finaliser). Integers wrap
-    around.
-    """
+    """Return standard Gumbel noise [R, V] in float64, hashed by splitmix64's finaliser. Integers wrap."""
     stream_R = _mix(_mix(seed_R * _GOLDEN + _GOLDEN) + positions_R.to(torch.int64) * _GOLDEN)
     token_V = torch.arange(1, vocab + 1, device=seed_R.device, dtype=torch.int64) * _GOLDEN
     bits_RV = _mix(stream_R[:, None] + token_V)

@@ -105,8 +105,7 @@ def test_rows_compare_each_case_with_dense() -> None:
 
 
 def test_bootstraps_over_documents_in_place_of_questions() -> None:
-    """In each of two documents all questions have one result. Drawing questions would give a small
-    interval."""
+    """In each document all questions have one result. Drawing questions would give a small interval."""
     asked = [f"key {i}" for i in range(50)]
     found = [
         replace(outcome(case, name, 0.0), answers=dict.fromkeys(asked, (logp, True)))

@@ -1,6 +1,4 @@
-"""Tests that batched questions get the answers of single questions, and that page selection is decoded
-correctly.
-"""
+"""Tests answers of batched questions against those of single questions, and decode with page selection."""
 
 from __future__ import annotations
 
@@ -65,8 +63,7 @@ def greedy(reader: Reader, prompt: list[int], count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def asked(reader: Reader) -> list[Question]:
-    """Make questions of different lengths. The right answer of every second one is the model's greedy
-    answer."""
+    """Make questions of different lengths. Every second right answer is the model's greedy answer."""
     found = []
     for i in range(7):
         prompt, length = ids(5 + 3 * i, 10 + i), 1 + (4 * i) % 7
@@ -269,8 +266,7 @@ def test_reader_returns_density_and_tail_rows_across_chunks(reader: Reader) -> N
 def test_short_context_logits_equal_token_by_token_prefill(
     reader: Reader, length: int, tail: int, context: int
 ) -> None:
-    """The expected log-probability of a token comes from a prefill of only the `context` to 2 · `context`
-    tokens before it."""
+    """A token is expected to be predicted from only the `context` to 2 · `context` tokens before it."""
     document, expected = ids(length, 3), []
     with torch.inference_mode():
         for at in range(length - tail + 1, length):

@@ -125,8 +125,7 @@ def test_chosen_blocks_do_not_depend_on_other_questions_in_the_batch(
 
 
 def test_answer_tokens_do_not_influence_which_blocks_are_recomputed(reader: Reader) -> None:
-    """A question with another right answer chooses the same blocks: those that its prompt's last rows attend
-    to."""
+    """Another right answer does not change the blocks: the prompt's last rows choose them."""
     read(reader, SPARSE)
     prompt, looks = tuple(ids(QUESTION_ROWS + 3, 5)), BlockAttention(reader.length)
     seen: dict[int, torch.Tensor] = {}

@@ -1,5 +1,4 @@
-"""Tests RULER's tasks: documents contain the facts that are asked for, have the given length, and depend on
-the seed."""
+"""Tests RULER's tasks: the facts in the documents, the documents' length, and the seed."""
 
 from __future__ import annotations
 

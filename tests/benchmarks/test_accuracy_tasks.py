@@ -18,9 +18,7 @@ WORDS: dict[str, int] = {}
 
 
 def encode_all(texts: Sequence[str]) -> list[list[int]]:
-    """Make one token of each word with the space before it, like byte-pair tokenizers, and of each other
-    character.
-    """
+    """Make one token of each word and the space before it, and of each other character."""
     found = []
     for text in texts:
         words = [" " + word for word in text.split(" ")]

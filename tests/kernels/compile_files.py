@@ -36,8 +36,7 @@ def compiled(function: Any, types: dict[str, Any], sizes: dict[str, Any], option
 
 
 def needs_wgmma(kernel: Any, function: Any) -> bool:
-    """Say whether a kernel must use wgmma: all Gluon kernels, and Triton kernels with 16-bit dots of 64 or
-    more rows."""
+    """Say whether a kernel must use wgmma: Gluon kernels, and 16-bit Triton dots of 64 or more rows."""
     if function.is_gluon():
         return True
     dots = DOT.findall(kernel.asm["ttir"])

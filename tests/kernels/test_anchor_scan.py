@@ -1,5 +1,4 @@
-"""Tests the anchor scan: the CPU version against the oracle, the kernel against the CPU version, and bad
-input."""
+"""Tests the anchor scan: CPU version against oracle, kernel against CPU version, and bad input."""
 
 from __future__ import annotations
 

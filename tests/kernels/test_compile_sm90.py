@@ -40,9 +40,7 @@ def jitted(tree: ast.Module) -> set[str]:
 
 
 def launched(tree: ast.Module) -> set[str]:
-    """Return the names of kernels that a module launches: `name[grid](…)`, `module.name[grid](…)` or
-    `Launcher(name)`.
-    """
+    """Return a module's launched kernels: `name[grid](…)`, `module.name[grid](…)` or `Launcher(name)`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = [ast.unparse(node.func.value) for node in calls if isinstance(node.func, ast.Subscript)]
     names += [ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func) == "Launcher"]

@@ -19,8 +19,7 @@ from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2
 
 
 class Compiled:
-    """Imitates a compiled kernel that takes integers of `bits` bits and truncates wider ones without an
-    error."""
+    """Imitates a compiled kernel that takes integers of `bits` bits and silently truncates wider ones."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits

@@ -46,8 +46,7 @@ OWN = {
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Return the name of a module on sys.path outside the package that was not imported yet. The methods that
-    it registers are removed after the test.
-    """
+    it registers are removed after the test."""
     assert set(PRESETS) >= OWN
     name = f"outside_{tmp_path.name.replace('-', '_')}"
     source = Path(__file__).with_name("outside_method.py").read_text()

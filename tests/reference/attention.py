@@ -9,8 +9,7 @@ from deltafront.kernels.interface import AttentionInput
 
 
 def reference_attention(x: AttentionInput, kept_BHNM: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute causal attention with one float64 score matrix, masking tiles outside kept_BHNM. Return
-    fp32."""
+    """Compute causal attention with a float64 score matrix, masking tiles outside kept_BHNM. Returns fp32."""
     batch, heads, rows, dim = x.q_BHTD.shape
     q = x.q_BHTD.double().reshape(batch, -1, x.group, rows, dim)
     k, v = x.k_BGSD.double()[:, :, None], x.v_BGSD.double()[:, :, None]
@@ -88,8 +87,7 @@ def mixed_attention(
 
 
 def corrected(x: AttentionInput, sparse_BHTD: torch.Tensor, gamma: int, *, spread: bool) -> torch.Tensor:
-    """Correct a whole prompt's sparse_BHTD row by row, by equation 6 of Δ Attention with `spread`, else by
-    equation 5."""
+    """Correct sparse_BHTD row by row by Δ Attention's equation 6 with `spread`, else equation 5."""
     dense_BHTD = reference_attention(x)
     out_BHTD = sparse_BHTD.clone()
     for row in range(out_BHTD.shape[2]):

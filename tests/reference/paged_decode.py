@@ -1,5 +1,4 @@
-"""Oracles of paged decode attention and page selection, one request at a time. Suffixes are those of
-`paged_decode.pages`."""
+"""Oracles of paged decode attention and page selection, one request at a time (`paged_decode.pages`)."""
 
 from __future__ import annotations
 

@@ -138,8 +138,7 @@ def kept_tiles(
     window: int = 1,
     outside: bool = False,
 ) -> list[int]:
-    """Return the tiles of one row that a `Rule` keeps, by trying every floor. sink, window: Numbers of
-    blocks."""
+    """Return the tiles of one row that a `Rule` keeps, by trying every floor. sink, window: in blocks."""
     score = score[: diagonal + 1]
     forced = {m for m in range(diagonal + 1) if m < sink or m > diagonal - window}
     if max(score) <= 0:

@@ -132,8 +132,7 @@ class _Head:
 
 
 def statistics(x: AttentionInput, cos: float = 0.75) -> dict[str, float]:
-    """Return the mean cosine of adjacent rows of q and k, and their shares of anchors, over at most 8,192
-    rows of each head."""
+    """Return mean cosine of adjacent rows and share of anchors, of q and k, over 8,192 rows per head."""
     found: dict[str, float] = {}
     for name, rows in (("q", x.q_BHTD[:, :, :8192]), ("k", x.k_BGSD[:, :, :8192])):
         wide = rows.float()

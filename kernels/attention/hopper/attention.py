@@ -238,8 +238,7 @@ def hopper_kernel(
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Run one program: allocate buffers and barriers, then start the producer and consumer warps. `Sources`,
-    `Results`, `Lists` and `Work` explain the arguments.
-    """
+    `Results`, `Lists` and `Work` explain the arguments."""
     buffers = new_buffers(q, k, v, weight, PLAN)
     work = Work(
         items, batch, heads, group, tiles, tail_tiles, keys, row0, step, tail_row0, critical, chunk,

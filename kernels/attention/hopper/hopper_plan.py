@@ -28,8 +28,7 @@ class HopperPlan:
     registers: int
     copying_registers: int
     in_pairs: bool
-    """Pack two 16-bit softmax weights into one 32-bit register between loops. LLVM would use two
-    registers."""
+    """Pack two 16-bit softmax weights into one register between loops. LLVM would use two registers."""
     late_rescale: bool
     """Round softmax weights and rescale acc while the next tile's scores are computed."""
     l_i_in_threads: bool

@@ -134,9 +134,7 @@ def packed_before(row, item, work):
 
 @gluon.jit
 def extent_of(item, work, PLAN: gl.constexpr):
-    """Return the key tiles of an item. A PACKED item may span two blocks of 128 rows; it has the tiles of
-    both.
-    """
+    """Return an item's key tiles. A PACKED item may span two blocks of 128 rows and has the tiles of both."""
     step = gl.where(item.tail, 1, work.step)
     first = gl.where(item.tail, work.tail_row0, work.row0) + step * item.tile * PLAN.rows
     end = gl.minimum(first + step * (PLAN.rows - 1), work.keys - 1) // TILE + 1
@@ -199,8 +197,7 @@ def _copy_queries(item, taken, sources, queries, PLAN: gl.constexpr):
 @gluon.jit
 def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
     """Run the producer warp: take items, then copy their queries, keys and values. done: tiles copied so far;
-    taken: items taken so far.
-    """
+    taken: items taken so far."""
     done = 0
     taken = 0
     number = gl.program_id(0)

@@ -22,9 +22,7 @@ _attend = Launcher(hopper_kernel)
 
 
 def takes(x: AttentionInput, rows: QueryRows) -> bool:
-    """Say whether the kernel supports x: a Hopper GPU, a 16-bit dtype, D 64 or 128, strides in multiples of
-    16 bytes.
-    """
+    """Say whether the kernel supports x: Hopper, a 16-bit dtype, D 64 or 128, strides of 16 bytes."""
     if not x.q_BHTD.is_cuda or not is_hopper(x.q_BHTD.device):
         return False
     if x.q_BHTD.dtype == torch.float32 or x.q_BHTD.shape[3] not in (64, 128):
@@ -100,9 +98,7 @@ def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: in
 
 
 def by_length(mask: TileMask) -> torch.Tensor:
-    """Return one entry (`items.py`) for each tile list, the longest list first. Lists are numbered in (B, H,
-    N) order.
-    """
+    """Return an entry (`items.py`) per tile list, the longest list first. Numbers are in (B, H, N) order."""
     count = mask.count_BHN.reshape(-1)
     place = _numbers(next_power_of_2(count.numel()), count.device)[: count.numel()]
     entries = torch.add(place, count, alpha=1 << 32)

@@ -25,9 +25,7 @@ _TAKE_APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
 
 class Seen(NamedTuple):
-    """The keys that a warpgroup's rows may attend to. With PACKED, the rows lie in one block of 128
-    positions.
-    """
+    """The keys that a warpgroup's rows may attend to. PACKED rows lie in one block of 128 positions."""
 
     position: gl.tensor  # (64,), positions of the rows
     extent: Extent

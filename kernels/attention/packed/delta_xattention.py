@@ -27,9 +27,7 @@ from deltafront.kernels.selectors.rules.rule import ROUNDING
 
 
 class DeltaXAttentionBackend:
-    """Computes a share `exact_share` of a mask's tiles exactly and the others over packed keys. The mask must
-    have scores.
-    """
+    """Computes `exact_share` of a mask's tiles exactly and the others packed. The mask must have scores."""
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos

@@ -25,8 +25,7 @@ _ROUNDING = tl.constexpr(ROUNDING)
 def exact_kernel(
     score_ptr, count_ptr, exact_ptr, stride_sn, exact_share, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """Mark a list's diagonal tile and the best ceil(exact_share * n) of its n other tiles, with ties, by
-    radix select."""
+    """Mark a list's diagonal, the best ceil(exact_share * n) of its n other tiles, and their ties."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(count_ptr + row)
     entry = tl.arange(0, ENTRIES)
@@ -74,9 +73,7 @@ def mixed_kernel(
     heads, group, rows, keys, row0, packed_slots, offset_slots, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of ROWS rows of a query block over its listed tiles: exact ones, packed ones, and
-    last the diagonal.
-    """
+    """Compute attention of ROWS rows over their listed tiles, exact or packed, and last the diagonal."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)

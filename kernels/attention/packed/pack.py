@@ -23,8 +23,7 @@ def pack_kernel(
     D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, MEANS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pack RUNS runs of one KV head. With MEANS, sum a run's rows by tl.dot with a 0/1 matrix [runs, rows].
-    Otherwise copy its first row.
-    """
+    Otherwise copy its first row."""
     head = tl.program_id(1).to(tl.int64)
     runs = tl.load(offset_ptr + head * offset_slots + chunks)
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)

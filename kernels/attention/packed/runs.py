@@ -74,6 +74,5 @@ class PackedRuns:
 
 
 def packed_chunks(first_block: int, query_blocks: int, critical: int, chunk: int) -> list[int]:
-    """Return, for each query block, the number of pack chunks that end at least `critical` tokens before
-    it."""
+    """Return, for each query block, how many pack chunks end at least `critical` tokens before it."""
     return [max(0, (first_block + n) * BLOCK - critical) // chunk for n in range(query_blocks)]

@@ -29,9 +29,7 @@ WARPGROUPS = gl.constexpr(4)
 
 
 class Keys(NamedTuple):
-    """Tables of key slots. k and count are TMA descriptors (`hopper_launch.key_tiles`); first_ptr points to
-    positions.
-    """
+    """Tables of key slots. k, count: TMA descriptors of `hopper_launch.key_tiles`. first_ptr: positions."""
 
     k: tma.tensor_descriptor
     count: tma.tensor_descriptor
@@ -41,9 +39,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Pointers to the contiguous tables of the chunk's query slots: vectors, first positions and row
-    counts.
-    """
+    """Pointers to tables of the chunk's query slots: vectors, first positions and row counts."""
 
     vector_ptr: gl.tensor
     first_ptr: gl.tensor
@@ -135,8 +131,7 @@ def _by_block(s_XY, PLAN: gl.constexpr):
 
 @gluon.jit
 def _counts(buffer, s_XWS, PLAN: gl.constexpr):
-    """Load a tile's counts (W, S). Each thread loads its part; a row's four threads read 64 adjacent
-    bytes."""
+    """Load a tile's counts (W, S), each thread its part. A row's four threads read 64 adjacent bytes."""
     s_XUTV = gl.permute(gl.reshape(s_XWS, [GROUP_ROWS, 4, 8, 4]), [0, 2, 1, 3])
     lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     count_UTV = buffer._reinterpret(gl.float32, [8, 4, 4], lines).load(gl.SliceLayout(0, s_XUTV.type.layout))
@@ -201,8 +196,7 @@ def _table(row_X, tile, batch, kv_head, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def _score_rows(WARPGROUP: gl.constexpr, queries, keys, out, buffers, work, PLAN: gl.constexpr):
-    """Run a consumer warpgroup: score 64 query slots, ordered by block and head, against the program's key
-    tiles."""
+    """Run a consumer warpgroup: score 64 query slots, by block and head, against the program's key tiles."""
     tile, begin, end = _tiles(work, PLAN)
     tile = tile * WARPGROUPS + WARPGROUP
     batch = (gl.program_id(1) // work.kv_heads).to(gl.int64)

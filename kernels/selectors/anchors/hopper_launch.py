@@ -63,8 +63,7 @@ def launch(
 
 def key_tiles(keys: BlockAnchors) -> tuple[TileDescriptor, TileDescriptor]:
     """Make the TMA descriptors of the key slots' vectors and counts. A load brings a tile of 128 slots with
-    its four quarters interleaved.
-    """
+    its four quarters interleaved."""
     vector, count = keys.vector_BGMAD, keys.count_BGMA
     lanes, dim = vector.shape[0] * vector.shape[1], vector.shape[4]
     slots = vector.shape[2] * vector.shape[3]

@@ -116,9 +116,7 @@ def score_sums(
     first_row: int,
     blocks: int,
 ) -> Sums:
-    """Compute log2 of score sums for query blocks first_row .. first_row + blocks - 1 of the chunk, one row
-    per query slot.
-    """
+    """Compute log2 of score sums for `blocks` query blocks from `first_row` on, one row per query slot."""
     batch, heads = x.q_BHTD.shape[:2]
     kv_heads, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
     columns = x.first_block + first_row + blocks

@@ -18,9 +18,7 @@ _K_RELAX = 0.15
 
 @dataclass
 class KeyAnchors(ScoredState):
-    """A layer's selection rule and the anchor slots of its keys. Of `blocks` blocks, the first `done` have
-    their slots filled.
-    """
+    """A layer's selection rule and anchor slots of its keys. `done` of `blocks` blocks are filled."""
 
     table: BlockAnchors
     blocks: int

@@ -1,2 +1,1 @@
-"""XAttention's selector, which scores groups of query rows against groups of key rows. Start at
-`antidiagonal.py`."""
+"""XAttention's selector: it scores groups of query rows and key rows. Start at `antidiagonal.py`."""

@@ -106,8 +106,7 @@ def packed_keys(k_BGSD: torch.Tensor, step: int) -> torch.Tensor:
 
 def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
     """Compute each query group's logit with the key group at the same positions: float32 own_BHI, times log2
-    e. -inf: no causal pair of rows exists.
-    """
+    e. -inf: no causal pair of rows exists."""
     batch, heads, rows, dim = x.q_BHTD.shape
     check_head_dim(dim)
     row_groups = x.query_blocks * (BLOCK // step)

@@ -1,2 +1,1 @@
-"""Selection rules: a rule decides from scores which tiles a query block keeps. `rule.py` has the
-definition."""
+"""Selection rules decide from scores which tiles a query block keeps. `rule.py` defines them."""

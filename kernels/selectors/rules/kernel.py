@@ -37,8 +37,7 @@ _KINDS = {"cumulative": _CUMULATIVE.value, "top_k": _TOP_K.value}
 
 @triton.jit
 def fast_log2(x):
-    """Approximate log2 of normal positive numbers within 2e-5, with half the instructions of log2. -inf for
-    0."""
+    """Approximate log2 of normal positive numbers within 2e-5, at half of log2's cost. -inf for 0."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0  # 2^23 + 127
     t = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
@@ -163,8 +162,7 @@ def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
 
 
 def width_of(prompt_tokens: int) -> int:
-    """Return W, the padded number of key blocks of a prompt. Raises KernelInputError if it exceeds
-    MAX_BLOCKS."""
+    """Return W, a prompt's padded number of key blocks. Raises KernelInputError above MAX_BLOCKS."""
     blocks = -(-prompt_tokens // BLOCK)
     if blocks > MAX_BLOCKS:
         raise KernelInputError(f"{blocks} key blocks, but at most {MAX_BLOCKS} can be ranked")
@@ -179,9 +177,7 @@ def apply_to_sums(
     count_BHN: torch.Tensor | None,
     score_BHNM: torch.Tensor | None,
 ) -> None:
-    """Apply the rule to a slab and write the slab's rows of the given tables. Without a rule write only
-    scores.
-    """
+    """Apply the rule to a slab and write its rows of the given tables; without a rule, only scores."""
     given = (index_BHNM, count_BHN, score_BHNM)
     tables = [None if table is None else table[:, :, sums.first_row :] for table in given]
     part = sums.part_BHNRM

@@ -16,8 +16,7 @@ ROUNDING = 1.0 - 2.0**-22
 would be rounded up to 16."""
 
 TINY, LARGER = 2.0**-64, 2.0**64
-"""If a row's largest score is below TINY, the row is scaled by LARGER. Otherwise LEVELS / score would be
-infinite."""
+"""A row whose largest score is below TINY is scaled by LARGER. Otherwise LEVELS / score would be infinite."""
 
 MAX_BLOCKS = (1 << 31) // LEVELS - 1
 """Maximum number of key blocks for which a row's sum fits int32: 2 million tokens."""
@@ -70,9 +69,7 @@ class Rule:
 
 
 def check_scores(score_BHNM: torch.Tensor, first_block: int) -> None:
-    """Check that the scores' shape and dtype fit a chunk that starts at block `first_block`. Raises
-    KernelInputError.
-    """
+    """Check scores of a chunk that starts at block `first_block`. Raises KernelInputError."""
     if score_BHNM.dim() != 4 or score_BHNM.numel() == 0:
         raise KernelInputError(
             f"scores must be (batch, heads, query blocks, key blocks) and not empty, "

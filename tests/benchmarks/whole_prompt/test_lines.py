@@ -198,8 +198,7 @@ def test_vertical_slash_keeps_a_planted_column() -> None:
 
 
 def test_vertical_slash_keeps_a_planted_diagonal() -> None:
-    """Every query attends to the key 300 tokens earlier, in band 2, which crosses two tiles of a query
-    block."""
+    """Every query attends to the key 300 tokens earlier, in band 2, which crosses two tiles of a row."""
     rates = torch.tensor([0.8, 0.49, 0.3, 0.18])
     angle = torch.arange(1100)[:, None] * rates
     q, k = torch.zeros(1, 1, 1100, 16), torch.zeros(1, 1, 1100, 16)

@@ -107,8 +107,7 @@ def test_dense_attention_takes_any_chunk_start_and_large_logits() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("start", [127, 255])
 def test_attention_is_correct_if_a_rows_first_tile_is_fully_masked(start: int, head_dim: int) -> None:
-    """The chunk's first row ends a block of 128 positions. The other rows of its tile are in the next
-    block."""
+    """The chunk's first row ends a block of 128 positions; other rows of its tile are in the next block."""
     whole = random_input(420, q_heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
     x = chunk_of(whole, start, 420)
     with poisoned_empty():

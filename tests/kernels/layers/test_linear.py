@@ -111,8 +111,7 @@ def test_hopper_gemm_leaves_layouts_that_tma_cannot_address_to_torch() -> None:
 
 
 CASES = [(1, 256, 64), (63, 512, 72), (192, 256, 4096), (193, 768, 8), (1000, 512, 576), (2500, 6144, 136)]
-"""(rows, output channels, input width), with partial tiles and steps, more rows than a band, and more tiles
-than multiprocessors."""
+"""(rows, outputs, inputs) with partial tiles and steps, several bands, and more tiles than SMs."""
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

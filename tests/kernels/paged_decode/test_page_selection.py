@@ -1,5 +1,4 @@
-"""Tests page selection: the CPU version against a plain sort, the kernel against the CPU version, with
-ties."""
+"""Tests page selection, with ties: the CPU version against a sort, the kernel against the CPU version."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests paged decode attention and page scores: CPU versions against oracles, kernels against CPU
-versions."""
+"""Tests paged decode attention and page scores: CPU versions against oracles, kernels against those."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class Shape:
 
 
 def make(lengths: list[int], shape: Shape | None = None, sharpness: float = 1.0) -> PagedInput:
-    """Make requests with shuffled pages. Unused slots have NaN, unused columns of the table an invalid page
-    id."""
+    """Make requests with shuffled pages. Unused slots have NaN, unused table columns an invalid page id."""
     s = shape or Shape()
     generator = torch.Generator().manual_seed(s.seed)
     pages = [-(-tokens // PAGE_TOKENS) for tokens in lengths]

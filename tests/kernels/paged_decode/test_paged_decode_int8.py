@@ -1,5 +1,4 @@
-"""Tests paged decode attention over an int8 KV cache: the CPU version against the oracle, the kernel against
-the CPU version."""
+"""Tests paged decode attention over an int8 KV cache: CPU version against oracle, kernel against CPU."""
 
 from __future__ import annotations
 

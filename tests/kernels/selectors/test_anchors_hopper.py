@@ -71,8 +71,7 @@ def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnch
 )
 @pytest.mark.parametrize(("blocks", "first_block"), [(64, 0), (64, 64)])
 def test_hopper_anchor_scores_are_correct_in_100_launches(blocks: int, first_block: int) -> None:
-    """TMA once overwrote a tile before it was read, in a few tiles of some launches. So all of 100 launches
-    are compared with torch."""
+    """TMA once overwrote a tile before it was read, in a few launches. So 100 launches are compared."""
     heads, groups, tokens = 32, 8, blocks * BLOCK
     seen = first_block + blocks
     form = AnchorSettings(0.75, SideSettings(8), SideSettings(32))

@@ -1,5 +1,4 @@
-"""Tests selection rules: the CPU version against the oracle, the kernel against the CPU version, ties and
-edge cases."""
+"""Tests selection rules: CPU version against oracle, kernel against CPU version, ties and edge cases."""
 
 from __future__ import annotations
 

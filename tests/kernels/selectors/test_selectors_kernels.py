@@ -42,8 +42,7 @@ SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "anchors_fewest": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=1, k_anchors=8)),
 }
 IN_EIGHT_BITS = ("antidiagonal", "antidiagonal_4", "antidiagonal_64")
-"""Selectors that convert 16-bit inputs to FP8. They are tested on inputs that FP8 represents exactly, so that
-the comparison stays strict."""
+"""Selectors that convert 16-bit inputs to FP8. Tests give them inputs that FP8 represents exactly."""
 
 
 def sample(tokens: int, dtype: torch.dtype = torch.float32, **changes: Any) -> AttentionInput:

@@ -34,8 +34,7 @@ def test_selecting_every_page_gives_no_divergence(tiny_stack: Any) -> None:
 
 
 def test_divergence_equals_that_of_decode_row_by_row(tiny_stack: Any) -> None:
-    """For each row, the prompt is prefilled densely, and the row attends to the pages that the Δ-layer
-    selects."""
+    """Each row follows a dense prefill and attends to the pages that the Δ-layer selects."""
     made = text(2)
     chosen, dense = (1,), (3,)
     found = DecodedRows(tiny_stack, made).divergence(chosen, dense, BUDGET, RECENCY)

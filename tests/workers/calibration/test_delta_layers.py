@@ -1,5 +1,4 @@
-"""Tests calibration of Δ-layers: attention maps against transformers, the choice of layers against brute
-force."""
+"""Tests calibration of Δ-layers: attention maps against transformers, choices against brute force."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ def costs_of(config: ModelConfig) -> list[int]:
 
 
 def every_cut(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Yield the bounds of all cuts of A0 M0 A1 M1 … in which each part has an attention half (an even
-    index)."""
+    """Yield the bounds of all cuts of A0 M0 A1 M1 … in which each part has an A (an even index)."""
     for cuts in itertools.combinations(range(1, 2 * layers), stages - 1):
         bounds = [0, *cuts, 2 * layers]
         if all(any(half % 2 == 0 for half in range(*pair)) for pair in itertools.pairwise(bounds)):

@@ -90,8 +90,7 @@ def make_case(family: str, directory: Path) -> Case:
 
 
 def save_as_exaone(directory: Path) -> Path:
-    """Save a Llama under EXAONE 3.5's names. EXAONE's code, which is not in transformers, computes the
-    same."""
+    """Save a Llama under EXAONE 3.5's names. EXAONE's own code computes the same."""
     names = {
         "model.layers.": "transformer.h.",
         "self_attn.o_proj": "attn.attention.out_proj",
@@ -118,8 +117,7 @@ def save_as_exaone(directory: Path) -> Path:
 
 
 class Pages:
-    """A paged KV cache with dense or sliding-window attention, for prefill chunks of one prompt and for
-    decode steps."""
+    """A paged KV cache with dense or windowed attention, for chunks of one prompt and for decode steps."""
 
     def __init__(
         self,

@@ -108,9 +108,7 @@ def _add_scales(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, pre: str, size: int) -> None:
-    """Add a vocabulary: tokens for begin, end and unknown, then tokens of one letter, and a last one of two
-    letters.
-    """
+    """Add tokens for begin, end and unknown, then tokens of one letter, and a last one of two letters."""
     letters = sorted(ByteLevel.alphabet()) if pre != "default" else list(map(chr, range(0x4E00, 0x9000)))
     tokens = ["<unk>", "<s>", "</s>", *letters[: size - 4], letters[0] + letters[1]]
     writer.add_tokenizer_model("llama" if pre == "default" else "gpt2")
@@ -134,8 +132,7 @@ def write_gguf(
     permuted: bool,
     pre: str,
 ) -> None:
-    """Write a float32 file like llama.cpp's converter. raw: Content of config.json, in transformers'
-    names."""
+    """Write a float32 file like llama.cpp's converter. raw: config.json, in transformers' names."""
     name, rope = gguf.MODEL_ARCH_NAMES[architecture], raw["rope_parameters"]
     rope = rope.get("full_attention", rope)
     heads = raw["num_attention_heads"], raw["num_key_value_heads"]

@@ -1,5 +1,4 @@
-"""Tests choosing the blocks that a question attends to, and recomputing them, against loops and dense
-prefill."""
+"""Tests choosing blocks for a question, and recomputing them, against loops and dense prefill."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests RoPE: frequencies against transformers, rotation against complex numbers, and far positions in
-bf16."""
+"""Tests RoPE: frequencies against transformers, rotation against complex numbers, far bf16 positions."""
 
 from __future__ import annotations
 

@@ -92,8 +92,7 @@ HALVES = {
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_cutting_stages_inside_a_layer_does_not_change_a_bit(case: Case, dtype: torch.dtype) -> None:
-    """Logits, keys and values have the same bits, because stages pass on the sum that the fused norm
-    computes."""
+    """All bits are the same, because stages pass on the sum that the fused norm computes."""
 
     def read(stacks: list[LayerStack]) -> list[torch.Tensor]:
         pages = Pages(case.config, [table_of(TOKENS)], dtype)
@@ -308,8 +307,7 @@ def test_every_model_family_is_tested() -> None:
 
 
 def held(weights: Any) -> dict[int, int]:
-    """Return the number of elements of each tensor of a stage, by address, so that shared tensors count
-    once."""
+    """Return each tensor's number of elements by address, so that shared tensors count once."""
     if isinstance(weights, torch.Tensor):
         return {weights.data_ptr(): weights.numel()}
     if weights is None or isinstance(weights, MixtureConfig):

@@ -201,8 +201,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def test_a_byte_outside_the_sample_changes_only_the_content_digest(model: Path) -> None:
-    """A file differs in such a byte if, for example, only the last rows of an embedding were trained
-    further."""
+    """Such bytes change, for example, when only the last rows of an embedding are trained further."""
     settle(model)
     sampled, whole = digest(model), content(model)
     size = (model / "model.safetensors").stat().st_size

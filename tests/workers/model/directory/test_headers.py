@@ -1,5 +1,4 @@
-"""Tests that files' headers are compared with config.json, and that errors name each fault on its own
-line."""
+"""Tests the comparison of files' headers with config.json. An error names each fault on its own line."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ PREDICTING = """eh_proj.weight enorm.weight hnorm.weight embed_tokens.weight sha
 
 
 def test_skips_multi_token_prediction_layers(tmp_path: Path) -> None:
-    """config.json has their number. Published checkpoints have such layers, but transformers does not save
-    them."""
+    """Published checkpoints have these layers; config.json says how many. transformers does not save them."""
     save(tmp_path, "glm4_moe")
     wanted = {name: read.clone() for name, read in load_file(tmp_path / SINGLE).items()}
     more = {f"model.layers.{LAYERS}.{name}": torch.ones(3) for name in PREDICTING}

@@ -115,8 +115,7 @@ def test_reads_the_trained_length_from_a_top_level_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", [32768, 40960, 131072])
 def test_yarn_multiplies_the_trained_length_by_its_factor(tmp_path: Path, said: int) -> None:
-    """As in vLLM, the positions are `factor` times the trained length and max_position_embeddings is
-    ignored."""
+    """As in vLLM, positions are `factor` times the trained length; max_position_embeddings is ignored."""
     yarn = SAVED_BY_TRANSFORMERS_5 | {"rope_parameters": YARN, "max_position_embeddings": said}
     assert read(tmp_path, yarn).positions == 131072
     assert read(tmp_path, yarn, {"max_position_embeddings": 65536}).positions == 65536
@@ -339,9 +338,7 @@ def test_ignores_keys_that_transformers_ignores(tmp_path: Path, change: dict[str
 
 
 def test_warns_of_a_mistral_gguf_without_its_windows(tmp_path: Path) -> None:
-    """llama.cpp's converter writes Mistral 7B v0.1 as a Llama. Later versions have no window and another RoPE
-    base.
-    """
+    """llama.cpp's converter writes Mistral 7B v0.1 as a Llama. Only v0.1 has a window."""
     lost = LLAMA31 | {
         "rope_scaling": None,
         "rope_theta": 1e4,

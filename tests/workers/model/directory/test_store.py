@@ -56,8 +56,7 @@ def add_metadata(writer: Any) -> None:
 
 
 def write_model(path: Path, seed: int = 0, **split: Any) -> Path:
-    """Write a GGUF file of a two-layer Llama with a byte-level tokenizer and a chat template. split: Options
-    that split it into parts."""
+    """Write a GGUF file of a two-layer Llama with tokenizer and chat template, in parts if `split`."""
     random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama", **split)
     add_metadata(writer)

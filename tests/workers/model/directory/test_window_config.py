@@ -68,8 +68,7 @@ def test_refuses_windows_of_unsupported_layers(tmp_path: Path, change: dict[str,
 
 
 def test_reads_gemma_3_as_published(tmp_path: Path) -> None:
-    """The published file has few keys. RoPE keys of older versions and of transformers 5 give the same
-    result."""
+    """The published file has few keys. RoPE keys of transformers 4 and 5 give the same result."""
     config = read(tmp_path, GEMMA3)
     assert (config.q_heads, config.kv_heads, config.head_dim, config.vocab) == (8, 4, 256, 262208)
     assert config.windows == {layer: 1024 for layer in range(34) if layer not in (5, 11, 17, 23, 29)}

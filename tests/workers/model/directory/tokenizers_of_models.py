@@ -20,9 +20,7 @@ def write_tokenizer(
     added: Sequence[str | AddedToken] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     **config: Any,
 ) -> Path:
-    """Write a tokenizer with bytes as tokens 0 to 255, then the added tokens. config: Keys of
-    tokenizer_config.json.
-    """
+    """Write a tokenizer: bytes are tokens 0 to 255, then `added`. config: Keys of tokenizer_config.json."""
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

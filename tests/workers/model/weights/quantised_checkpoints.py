@@ -78,8 +78,7 @@ def fp8(scale_name: str, make_scales: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def packed(rows: Rows, bits: int, places: Sequence[int] = range(32)) -> torch.Tensor:
-    """Pack each row's numbers into 32-bit words. places: Position in the word of its first, second, …
-    number."""
+    """Pack rows into 32-bit words. places: Position in a word of its first, second, … number."""
     per_word = 32 // bits
     words = [[0] * -(-len(row) // per_word) for row in rows]
     for row, out in zip(rows, words, strict=True):
@@ -124,8 +123,7 @@ class Integers:
 
 
 def awq(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Store like AutoAWQ's gemm: numbers are packed along outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 from
-    the lowest bits."""
+    """Store like AutoAWQ: numbers packed along outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 from low bits."""
     places = [[0, 2, 4, 6, 1, 3, 5, 7].index(output) for output in range(8)]
     x = Integers(weight_OI, 4, GROUP, ordered=False, symmetric=False)
     parts = {
@@ -139,8 +137,7 @@ def awq(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 def gptq(
     bits: int = 4, *, symmetric: bool = True, ordered: bool = False, index: bool = True, v2: bool = False
 ) -> Store:
-    """Store like AutoGPTQ: numbers are packed along inputs, zero points along outputs. Version 1 stores zero
-    points minus 1."""
+    """Store like AutoGPTQ: numbers packed along inputs, zero points along outputs (version 1: minus 1)."""
 
     def store(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         x = Integers(weight_OI, bits, GROUP, ordered=ordered, symmetric=symmetric)
@@ -159,8 +156,7 @@ def gptq(
 def pack_quantized(
     bits: int = 4, group: int = GROUP, *, symmetric: bool = True, ordered: bool = False, old: bool = False
 ) -> Store:
-    """Store like compressed-tensors: zero points are packed along outputs. Old versions store them in
-    int8."""
+    """Store like compressed-tensors: zero points packed along outputs, in old versions int8."""
 
     def store(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         x = Integers(weight_OI, bits, group, ordered=ordered, symmetric=symmetric)
@@ -184,8 +180,7 @@ NF4 = """-1 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.2844
 
 
 def nf4(*, nested: bool) -> Store:
-    """Store like bitsandbytes: two numbers per byte, the first in the upper half, and a scale for 64
-    numbers."""
+    """Store like bitsandbytes: two numbers per byte, the first in the upper half; a scale per 64 numbers."""
 
     def store(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         draw = torch.Generator().manual_seed(3)

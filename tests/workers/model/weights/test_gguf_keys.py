@@ -26,8 +26,7 @@ HEADS, DIM, VOCAB = 2, 16, 8
 def write(
     path: Path, architecture: str = "llama", *, factors: bool = False, layers: int = 1, **keys: Any
 ) -> Path:
-    """Write a GGUF file with an embedding and `keys`. A double underscore in a key's name stands for a
-    dot."""
+    """Write a GGUF file with an embedding and `keys`. A double underscore stands for a dot."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(256)
     writer.add_embedding_length(HEADS * DIM)
@@ -180,8 +179,7 @@ def test_reads_all_end_tokens_of_a_gguf_file(tmp_path: Path) -> None:
 
 
 def test_reads_gemma_3_gguf_keys(tmp_path: Path) -> None:
-    """Some values are not in the file but in llama.cpp's code: RoPE of windowed layers, and the 27B model's
-    attention scale."""
+    """llama.cpp's code has what the file lacks: RoPE of windowed layers, and the 27B's attention scale."""
     window = {"attention__sliding_window": 64, "rope__freq_base": 1e6, **LINEAR}
     found = config(tmp_path, "gemma3", **window)
     assert (found.sliding_window, found.window_layers, found.attention_scale) == (64, (0,), 1.0)

@@ -121,8 +121,7 @@ R1_TEMPLATE = (
 
 
 def test_deepseek_distill_template_markers_are_single_tokens(tmp_path: Path) -> None:
-    """DeepSeek-R1-Distill-Llama has Llama 3's vocabulary with DeepSeek's markers, most of them
-    user-defined."""
+    """DeepSeek-R1-Distill-Llama has Llama 3's vocabulary with DeepSeek's, mostly user-defined, markers."""
     llama = FAMILIES["llama_3"]().metadata
     first = llama["token_type"].index(3)
     tokens, types = list(llama["tokens"]), list(llama["token_type"])

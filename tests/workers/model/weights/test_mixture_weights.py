@@ -144,8 +144,7 @@ GLM = replace(
 
 @pytest.fixture
 def beside(tmp_path: Path) -> Path:
-    """Write a model whose first layer has no experts, and whose other layers have experts and a shared
-    MLP."""
+    """Write a model with experts and a shared MLP in all layers but the first."""
     write_model(tmp_path, GLM, torch.device("cpu"))
     return tmp_path
 

@@ -50,8 +50,7 @@ def test_reads_quantised_matrices_as_values_times_scales(tmp_path: Path, form: s
 
 @pytest.mark.parametrize("form", FORMS)
 def test_quantised_model_equals_transformers_on_dequantised_weights(tmp_path: Path, form: str) -> None:
-    """The test prefills in chunks through two stages, decodes tokens, extends by a chunk, and decodes 64
-    tokens."""
+    """The test prefills through two stages, decodes, extends by a chunk, and decodes 64 tokens."""
     meant, tokens = write(tmp_path / "quantised", form), 64
     save_file(meant, make_tiny_model(tmp_path / "plain") / "model.safetensors", metadata={"format": "pt"})
     ids_T = torch.randint(0, VOCAB, (80,), generator=torch.Generator().manual_seed(1))

@@ -191,8 +191,7 @@ TIES: dict[str, Callable[[Raw], dict[str, torch.Tensor | None]]] = {
 
 @pytest.mark.parametrize("tie", TIES)
 def test_ties_embedding_and_head_like_transformers(tiny: Path, tmp_path: Path, tie: str) -> None:
-    """A head that differs from the embedding is kept, even if config.json ties them. First and last stage
-    read their own tensor."""
+    """A head that differs from the embedding is kept. First and last stage read their own tensor."""
     tied_copy(tiny, tmp_path, TIES[tie](load_file(tiny / "model.safetensors")))
     check_weights(tmp_path, read_config(tmp_path))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
