@@ -347,7 +347,7 @@ class DecodeRequest:
         reason, message = self.ended
         for part, moments in self.times.parts.items():
             self.span.part(part, *moments)
-        failed = reason in (FinishReason.FAILED, FinishReason.NO_KV)
+        failed = reason in (FinishReason.FAILED, FinishReason.NO_KV, FinishReason.GRAMMAR)
         moved, answered = self.times.handoff_bytes, self.produced
         self.span.end(reason.value, message if failed else "", handoff_bytes=moved, tokens=answered)
         self.span = NO_SPAN

@@ -287,7 +287,7 @@ class DecodeScheduler:
             return
         grammar = request.grammar
         if grammar is not None and grammar.trouble:  # the token may have been sampled without a mask
-            request.close(FinishReason.FAILED, grammar.trouble)
+            request.close(FinishReason.GRAMMAR, grammar.trouble)
             return
         if request.produced == 0:
             self._before_first(request)

@@ -129,6 +129,8 @@ class FinishReason(StrEnum):
     DEADLINE = "deadline"
     FAILED = "failed"
     NO_KV = "no_kv"
+    GRAMMAR = "grammar"
+    """The answer's grammar cannot be followed further within its bounds."""
     OTHER = "other"
     """A client reports this if a newer server sends a reason that it does not know."""
 

@@ -15,6 +15,7 @@ from typing import Any
 from deltafront.kernels.methods import is_exact
 from deltafront.service.errors import (
     DeadlineExceeded,
+    InvalidArgument,
     NotFound,
     WorkerError,
     WorkerFailed,
@@ -317,6 +318,8 @@ class RequestRun:
         if event.reason is events.FinishReason.DEADLINE:
             late = "the deadline passed while the answer was being generated"
             raise DeadlineExceeded(READ_TOO_LATE if self._call.prefill_only else late)
+        if event.reason is events.FinishReason.GRAMMAR:
+            raise InvalidArgument("", f"the answer ended: {event.message}; simplify its schema or tools")
         if event.reason in _FAILURES:
             self._answer.decoded.append(event.report)
             kind = WorkerHandoffFailed if event.reason is events.FinishReason.NO_KV else WorkerFailed

@@ -139,7 +139,7 @@ async def test_answer_fails_rather_than_use_a_token_without_a_mask(
 
     monkeypatch.setattr(GrammarState, "mask", three)
     answer = await ask(run, "a", 1, PERSON)
-    assert (answer.finish.reason, answer.finish.message) == (FinishReason.FAILED, "too much work")
+    assert (answer.finish.reason, answer.finish.message) == (FinishReason.GRAMMAR, "too much work")
     assert 0 < len(answer.ids) <= 3
     grammars.begin(json_grammar(json.dumps(PERSON)), answer.ids)  # raises if the answer does not match
 
