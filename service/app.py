@@ -116,7 +116,12 @@ class DoorReplica(FrontDoor):
         open_door(self)
         self._fleet = fleet
         fleet.start()
-        self._http = HttpDoor(self._requests, door.max_message_bytes, origins=door.allowed_origins)
+        self._http = HttpDoor(
+            self._requests,
+            door.max_message_bytes,
+            origins=door.allowed_origins,
+            response_store_bytes=door.response_store_bytes,
+        )
         self._exporter = Exporter(metrics, host, door.metrics_port)
         self._exporter.start()
         self._tls: TlsPort | None = None

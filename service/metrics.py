@@ -22,7 +22,15 @@ from deltafront.workers.messages.states import TierStats, WorkerStats
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 FINISHED = "finished"
 """The outcome of a successful request. Other outcomes are error codes."""
-RPCS = ("Prefill", "Generate", "CancelRequest", "ReleaseSession", "GetServerInfo")
+RPCS = (
+    "Prefill",
+    "Generate",
+    "CancelRequest",
+    "ReleaseSession",
+    "GetServerInfo",
+    "Tokenize",
+    "StoredResponse",
+)
 _SECONDS = (
     0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5,
     10, 15, 20, 30, 40, 60, 80, 120, 160, 240, 320, 480, 640,

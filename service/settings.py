@@ -92,7 +92,10 @@ class DoorConfig:
     default_max_tokens: Count = 256
     """The longest answer in tokens, for requests that set no limit."""
     reasoning: Literal["think", "off"] = "off"
-    """`think`: chat answers of OpenAI's API return the text in <think>…</think> as `reasoning`."""
+    """`think`: chat answers over HTTP return the text in <think>…</think> as reasoning."""
+    response_store_bytes: Annotated[int, Field(ge=0)] = 256 << 20
+    """Memory of each door for conversations that `previous_response_id` continues. A door keeps them for an
+    hour, or until newer ones need the room. 0: it keeps none."""
     sampling_defaults: Literal["model", "neutral"] = "neutral"
     """The default of temperature, top_p, top_k and min_p. `model`: the values of the model's
     generation_config.json, as in vLLM. `neutral`: greedy."""

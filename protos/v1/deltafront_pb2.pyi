@@ -318,7 +318,7 @@ class Token(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "text", "usage", "timings", "density", "session", "page_share", "request_id", "trace_id", "recomputed_tokens")
+    __slots__ = ("reason", "text", "usage", "timings", "density", "session", "page_share", "request_id", "trace_id", "recomputed_tokens", "stop_string")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +329,7 @@ class Finish(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -339,7 +340,8 @@ class Finish(_message.Message):
     request_id: str
     trace_id: str
     recomputed_tokens: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., density: _Optional[_Union[DensityReport, _Mapping]] = ..., session: _Optional[_Union[Session, _Mapping]] = ..., page_share: _Optional[float] = ..., request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+    stop_string: str
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., density: _Optional[_Union[DensityReport, _Mapping]] = ..., session: _Optional[_Union[Session, _Mapping]] = ..., page_share: _Optional[float] = ..., request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., recomputed_tokens: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("progress", "token", "finish")

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,21 +91,28 @@ class Authenticator:
     gate: Gate | None = None
 
     def caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Return the caller that the metadata's bearer token names. Raises Unauthenticated."""
+        """Return the caller that the metadata's token names. Raises Unauthenticated."""
         metadata = list(metadata)
         if self.gate is not None:
             self.gate.check(metadata)
         if self.tokens is None:
             return ANYONE
-        values = [value for key, value in metadata if key.lower() == "authorization"]
-        if len(values) != 1:
-            raise Unauthenticated("this server needs a token: send `authorization: Bearer <token>`")
-        value = values[0].decode("latin-1") if isinstance(values[0], bytes) else values[0]
-        scheme, _, token = value.partition(" ")
-        match = self.tokens.caller(token.strip())
-        if scheme.lower() != "bearer" or match is None:
+        match = self.tokens.caller(_token(metadata))
+        if match is None:
             raise Unauthenticated("the token is not known to this server")
         return match
+
+
+def _token(metadata: Sequence[tuple[str, str | bytes]]) -> str:
+    """Return the bearer token, or Anthropic's `x-api-key`. Raises Unauthenticated."""
+    for name, scheme in (("authorization", "bearer "), ("x-api-key", "")):
+        values = [value for key, value in metadata if key.lower() == name]
+        if len(values) == 1:
+            value = values[0].decode("latin-1") if isinstance(values[0], bytes) else values[0]
+            return value[len(scheme) :].strip() if value.lower().startswith(scheme) else ""
+        if values:
+            break
+    raise Unauthenticated("this server needs a token: send `authorization: Bearer <token>`")
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ _HEADERS = [
 """Headers of a stream. The last one tells nginx not to buffer events."""
 _LINE_S = 1.0
 """The shortest time between two keep-alive lines. Some clients give up after 300 of them."""
-_EMPTY_LINE = b" \n"
+EMPTY_LINE = b" \n"
 """The keep-alive line: a field without name and value, which clients skip. The standard also allows a
 comment, but benchmarks of vLLM and SGLang take a comment for the beginning of an event. A line without the
 space would end an event."""
@@ -35,24 +35,31 @@ class EventStream:
 
     Args:
         comments: Whether comment lines report prefill progress.
+        named: Whether events are named by their object's `type`.
+        keep_alive: What clients skip.
     """
 
-    def __init__(self, send: Send, comments: bool = False) -> None:
+    def __init__(
+        self, send: Send, comments: bool = False, named: bool = False, keep_alive: bytes = EMPTY_LINE
+    ) -> None:
         self._send = send
         self._comments = comments
+        self._named = named
+        self._keep_alive = keep_alive
         self._skipped_at = -_LINE_S
         self.started = False
 
     async def send_json(self, objects: Iterable[Any]) -> None:
         for value in objects:
-            await self.write(b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n")
+            name = f"event: {value['type']}\n" if self._named else ""
+            await self.write(f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode())
 
     async def skipped(self, comment: str) -> None:
-        """Send a comment line, which clients skip, unless the last one was just sent. The line ends with one
-        newline, because some clients take a comment with two for an event."""
+        """Send a keep-alive line, which clients skip, unless the last one was just sent. A comment ends with
+        one newline, because some clients take a comment with two for an event."""
         if (now := time.monotonic()) - self._skipped_at >= _LINE_S:
             self._skipped_at = now
-            await self.write(f": {comment}\n".encode() if self._comments else _EMPTY_LINE)
+            await self.write(f": {comment}\n".encode() if self._comments else self._keep_alive)
 
     async def write(self, data: bytes) -> None:
         if not self.started:

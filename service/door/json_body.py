@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
@@ -21,7 +21,16 @@ _QUOTE = ord('"')
 _STRING_OR_REST = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[^"]++', re.DOTALL)
 
 
-class UnknownModel(NotFound):
+class NamedNotFound(NotFound):
+    """Something that a field names. param, openai_code: as in OpenAI's errors."""
+
+    param: ClassVar[str]
+    openai_code: ClassVar[str]
+
+
+class UnknownModel(NamedNotFound):
+    param, openai_code = "model", "model_not_found"
+
     def __init__(self, wanted: str, served: str) -> None:
         super().__init__(f"the model {shown(wanted)} is not served here, but {served!r} is")
 
@@ -55,8 +64,8 @@ class BodyRules:
     long_fields: Collection[str] = ()
 
     def read(self, kind: type[_F], body: bytes, model: str, max_values: int = 0) -> _F:
-        """Parse a body as a `kind`, which has a field `model`. Raises InvalidArgument, or UnknownModel if the
-        body names another model."""
+        """Parse a body as a `kind`. Raises InvalidArgument, or UnknownModel if the body names another
+        model."""
         content = _json_object(body, max_values or MAX_VALUES)
         self._check_sizes(content)
         given = {
@@ -70,7 +79,7 @@ class BodyRules:
             fields = kind.model_validate(given)
         except ValidationError as error:
             raise _invalid(error, list(kind.model_fields)) from None
-        if given["model"] != model:
+        if given.get("model", model) != model:
             raise UnknownModel(given["model"], model)
         return fields
 

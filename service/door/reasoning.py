@@ -4,14 +4,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from deltafront.service.request.text.detokenize import overlap
+from deltafront.service.request.text.thoughts import CLOSE, OPEN
 from deltafront.service.request.text.tool_calls import CallPart
-
-_OPEN, _CLOSE = "<think>", "</think>"
-
-
-def is_open(prompt: str) -> bool:
-    """Say whether an answer to this prompt begins inside reasoning."""
-    return prompt.rfind(_OPEN) > prompt.rfind(_CLOSE)
 
 
 class AnswerPart(NamedTuple):
@@ -31,14 +25,16 @@ class ReasoningSplitter:
 
     Args:
         opened: Whether the chat template has already written the opening marker.
+        trims: Whether to leave out the white space between reasoning and content.
 
     Attributes:
         tokens: Tokens of the answer up to the closing marker; 0 without reasoning.
     """
 
-    def __init__(self, opened: bool) -> None:
+    def __init__(self, opened: bool, trims: bool = False) -> None:
         self._state = _State.REASONING if opened else _State.BEGINNING
         self._held = ""
+        self._trims = trims
         self.tokens = 0
 
     def push(self, text: str, tokens: int) -> AnswerPart:
@@ -48,23 +44,32 @@ class ReasoningSplitter:
             self._begin(self._held.lstrip())
         if self._state is _State.REASONING:
             self.tokens = tokens
-            return self._reason()
-        return AnswerPart(content=self._take()) if self._state is _State.CONTENT else AnswerPart()
+            return self._trimmed(self._reason())
+        if self._state is _State.CONTENT:
+            return self._trimmed(AnswerPart(content=self._take()))
+        return AnswerPart()
 
     def flush(self) -> AnswerPart:
         rest = self._take()
         return AnswerPart(reasoning=rest) if self._state is _State.REASONING else AnswerPart(content=rest)
 
+    def _trimmed(self, part: AnswerPart) -> AnswerPart:
+        if not (self._trims and self.tokens):
+            return part
+        content = part.content.lstrip()
+        self._trims = not content
+        return part._replace(content=content)
+
     def _begin(self, begun: str) -> None:
-        if begun.startswith(_OPEN):
-            self._state, self._held = _State.REASONING, begun.removeprefix(_OPEN)
-        elif not _OPEN.startswith(begun):
+        if begun.startswith(OPEN):
+            self._state, self._held = _State.REASONING, begun.removeprefix(OPEN)
+        elif not OPEN.startswith(begun):
             self._state = _State.CONTENT
 
     def _reason(self) -> AnswerPart:
-        reasoning, close, content = self._held.partition(_CLOSE)
+        reasoning, close, content = self._held.partition(CLOSE)
         if not close:
-            return AnswerPart(reasoning=self._take(len(self._held) - overlap(self._held, _CLOSE)))
+            return AnswerPart(reasoning=self._take(len(self._held) - overlap(self._held, CLOSE)))
         self._state, self._held = _State.CONTENT, ""
         return AnswerPart(reasoning, content)
 

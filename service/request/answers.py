@@ -40,7 +40,7 @@ class PrefillFinished:
 @dataclass(frozen=True)
 class GenerateFinished:
     """The last event of an answer. `density` has no method if no group prefilled the prompt. `page_share`:
-    share of pages that sparse layers attended to.
+    share of pages that sparse layers attended to. `stop_string`: the one that ended the answer, or empty.
     """
 
     reason: FinishReason
@@ -53,6 +53,7 @@ class GenerateFinished:
     request_id: str
     trace_id: str = ""
     recomputed_tokens: int = 0
+    stop_string: str = ""
 
 
 RequestEvent = Progress | Usage | Token | PrefillFinished | GenerateFinished

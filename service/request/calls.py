@@ -47,6 +47,7 @@ class Prompt:
         special_tokens: For `text`. In messages, control tokens are never parsed.
         add_special_tokens: Whether to add the tokenizer's leading tokens, such as BOS. None: for text but not
             for messages, whose template writes them.
+        reasons: Whether the answer may reason before it follows a constraint or calls a tool.
     """
 
     text: str | None = field(default=None, repr=False)
@@ -56,6 +57,7 @@ class Prompt:
     add_special_tokens: bool | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     tools: Tools | None = field(default=None, repr=False)
+    reasons: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,11 @@ class GenerateRequest(PrefillRequest):
     @property
     def tools(self) -> Tools | None:
         return tools_of(self.prompt, self.append)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the answer must have a form, or call a tool."""
+        return self.constraint is not None or (self.tools is not None and self.tools.choice != "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,10 +33,11 @@ from deltafront.service.request.callers import RETRY_S, Caller
 from deltafront.service.request.calls import GenerateRequest, PrefillRequest
 from deltafront.service.request.check import Limits, checked_call, is_request_id
 from deltafront.service.request.context import Accepted, Resources
+from deltafront.service.request.run.plan import generation_prompt, tokenize
 from deltafront.service.request.run.request_run import RequestRun
 from deltafront.service.request.text.text_budget import TextBudget
 from deltafront.service.request.text.token_bytes import TokenBytes
-from deltafront.service.request.text.tokenizer import TemplateError
+from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.service.request.text.tool_calls import ToolFormat
 from deltafront.service.request.ttft_clock import TtftClock
 from deltafront.workers.waits import said_when_slow
@@ -101,13 +102,7 @@ class RequestHandler:
         """Return the text that the chat template writes before the answer; empty unless the prompt is
         messages.
         """
-        prompt = request.append or request.prompt
-        if prompt is None or prompt.messages is None:
-            return ""
-        with contextlib.suppress(TemplateError):  # the run refuses the prompt
-            tokenizer = self._resources.tokenizer.with_variables(prompt.chat_template_kwargs)
-            return tokenizer.generation_prompt()
-        return ""
+        return generation_prompt(self._resources.tokenizer, request.append or request.prompt)
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -206,6 +201,20 @@ class RequestHandler:
         accepted.audit.method = "" if call.prompt is None else call.method.name
         call = replace(call, options=replace(call.options, trace=accepted.trace.context))
         return self._events(accepted, RequestRun(self._resources, call, accepted))
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return self._resources.tokenizer
+
+    async def token_ids(self, accepted: Accepted, request: GenerateRequest, answer: bool = True) -> bytes:
+        """Return a prompt's tokens (little-endian uint32), and run nothing. Raises DeltafrontError.
+
+        Args:
+            answer: Whether to end messages with the template's beginning of an answer.
+        """
+        call = checked_call(request, accepted.caller.owner, self._limits)
+        assert call.prompt is not None, "only prompts are counted"
+        return await tokenize(self._resources, accepted.text, call.prompt, appended=False, answer=answer)
 
     async def cancel_request(self, accepted: Accepted, request_id: str) -> int:
         """Cancel a caller's requests at every door, and return how many. Raises InvalidArgument."""

@@ -4,7 +4,6 @@ A field is refused by name if it is unknown or not supported. Null, values witho
 (`user`) are accepted. Requests may also have Deltafront's own fields.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,21 +11,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
+from deltafront.service.door.edges.own_fields import OwnFields
+from deltafront.service.door.edges.tools import check_call_id
 from deltafront.service.door.json_body import UNSUPPORTED, BodyRules, show
 from deltafront.service.door.openai.formats import read_constraint
 from deltafront.service.door.openai.logprobs import chat_top, text_top
 from deltafront.service.door.openai.sampling import SamplingFields, Strict
-from deltafront.service.door.openai.tools import call_id, read_calls, read_tools
+from deltafront.service.door.openai.tools import read_calls, read_tools
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import (
-    AttentionMethod,
     GenerateRequest,
+    Messages,
     Prompt,
     SpecialTokens,
     check_count,
     pack_ids,
 )
-from deltafront.workers.messages.requests import PageSelection
 
 _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     # OpenAI's
@@ -99,24 +99,16 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
-class _CommonFields(SamplingFields):
-    """Fields of both endpoints. Those from `method` on are the same as in gRPC."""
+class _CommonFields(OwnFields, SamplingFields):
+    """Fields of both endpoints."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    method: str = ""
-    options: dict[str, float] = Field(default_factory=dict)
     session_id: str | None = None
     session_ttl_s: float | None = None
-    page_selection: Literal["", "full", "delta"] = ""
-    recompute_blocks: int | None = None
-    cache_salt: str = ""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] = "in_memory"
-    retain_s: float | None = None
-    skip_cache: bool = False
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -143,8 +135,7 @@ class _TextFields(_CommonFields):
 def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
     """Parse a chat completion request. Raises InvalidArgument or UnknownModel."""
     fields = _RULES.read(_ChatFields, body, model)
-    check_count("messages", len(fields.messages))
-    messages = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(fields.messages))
+    messages = read_messages(fields.messages)
     limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise InvalidArgument("max_tokens", "contradicts max_completion_tokens: give one of them")
@@ -188,30 +179,32 @@ def _request(
 ) -> tuple[GenerateRequest, StreamOptions | None]:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options", "needs stream: true")
+    retain_s = retention_s(fields.prompt_cache_retention, fields.retain_s)
     request = GenerateRequest(
         prompt=prompt,
         session_id=fields.session_id,
         append=append,
-        attention=AttentionMethod(fields.method, fields.options),
         sampling=replace(fields.params(max_tokens), top_logprobs=top_logprobs),
-        page_selection=PageSelection(fields.page_selection),
-        recompute_blocks=fields.recompute_blocks,
         session_ttl=fields.session_ttl_s,
-        deadline=None if fields.timeout_s is None else time.time() + fields.timeout_s,
-        cache_salt=fields.cache_salt,
-        retain_s=_retain_s(fields),
-        skip_cache=fields.skip_cache,
         constraint=read_constraint(fields.response_format, fields.structured_outputs),
+        **{**fields.request_fields(), "retain_s": retain_s},
     )
     return request, (fields.stream_options or StreamOptions()) if fields.stream else None
 
 
-def _retain_s(fields: _CommonFields) -> float | None:
-    if fields.prompt_cache_retention != "24h":
-        return fields.retain_s
-    if fields.retain_s not in (None, _DAY_S):
+def retention_s(retention: str, retain_s: float | None) -> float | None:
+    """Return how long to retain a prompt, by OpenAI's field or our own. Raises InvalidArgument."""
+    if retention != "24h":
+        return retain_s
+    if retain_s not in (None, _DAY_S):
         raise InvalidArgument("retain_s", "contradicts prompt_cache_retention: give one of them")
     return _DAY_S
+
+
+def read_messages(given: Sequence[Mapping[str, Any]]) -> Messages:
+    """Read a chat's messages. Raises InvalidArgument."""
+    check_count("messages", len(given))
+    return tuple(_message(f"messages[{index}]", message) for index, message in enumerate(given))
 
 
 def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -230,7 +223,7 @@ def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
             more["tool_calls"] = read_calls(f"{name}.tool_calls", given.pop("tool_calls"))
             content = "" if content is None else content
     if role == "tool":
-        more["tool_call_id"] = call_id(f"{name}.tool_call_id", given.pop("tool_call_id", None))
+        more["tool_call_id"] = check_call_id(f"{name}.tool_call_id", given.pop("tool_call_id", None))
     for field in given:
         raise InvalidArgument(f"{name}.{field}", UNSUPPORTED)
     return {"role": role, "content": _text(f"{name}.content", content), **more}

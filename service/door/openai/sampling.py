@@ -34,9 +34,7 @@ class SamplingFields(Strict):
 
     def params(self, max_tokens: int | None) -> SamplingParams:
         """Return the parameters. Raises InvalidArgument for a key that is no number."""
-        seed = self.seed
-        if seed is None or seed < 0:  # each sampled answer has a new one, as OpenAI's have
-            seed = secrets.randbits(_SEED_BITS)
+        seed = new_seed() if self.seed is None or self.seed < 0 else self.seed
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -53,6 +51,11 @@ class SamplingFields(Strict):
             presence_penalty=self.presence_penalty,
             repetition_penalty=self.repetition_penalty,
         )
+
+
+def new_seed() -> int:
+    """Draw a seed. Each sampled answer has a new one, as OpenAI's have."""
+    return secrets.randbits(_SEED_BITS)
 
 
 def _token_id(text: str) -> int:

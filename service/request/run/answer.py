@@ -57,7 +57,7 @@ class Answer:
         be generated."""
         if not self.ids:
             return None
-        if self._text.stopped:
+        if self._text.stop:
             return events.FinishReason.STOP_STRING
         if self._text.ended:
             return events.FinishReason.STOP
@@ -91,7 +91,7 @@ class Answer:
         self._last_token_at = now
         match = self._text.push(event.token_id)
         self._accepted.events.put_nowait(replace(event, index=index, text=match.text))
-        return match.stopped
+        return bool(match.stop)
 
     def _measure_prefill(self, report: events.DecodeReport) -> None:
         if self._prefill is not None:
@@ -100,8 +100,9 @@ class Answer:
 
     def finish(self, reason: events.FinishReason, report: events.DecodeReport) -> None:
         """Emit the last event. The held-back text may complete a stop string."""
-        rest = Match("") if reason is events.FinishReason.STOP_STRING else self._text.flush()
-        reason = events.FinishReason.STOP_STRING if rest.stopped else reason
+        stopped = reason is events.FinishReason.STOP_STRING
+        rest = Match("", self._text.stop) if stopped else self._text.flush()
+        reason = events.FinishReason.STOP_STRING if rest.stop else reason
         self.decoded.append(report)
         held = sum(report.pages_held for report in self.decoded)
         metrics, gaps = self._metrics, self._gaps
@@ -113,6 +114,7 @@ class Answer:
             session=self.session,
             page_share=sum(report.pages_attended for report in self.decoded) / held if held else 1.0,
             recomputed_tokens=sum(report.recomputed_tokens for report in self.decoded),
+            stop_string=rest.stop,
             **self._report(),
         )
         self._accepted.events.put_nowait(finished)

@@ -5,6 +5,7 @@ different KV for them.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,12 +14,13 @@ import numpy as np
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.methods import MethodSpec, is_exact
 from deltafront.service.errors import InvalidArgument, TooLong
-from deltafront.service.request.calls import Call, Prompt, Tools, pack_ids, tools_of
+from deltafront.service.request.calls import Call, Prompt, pack_ids, tools_of
 from deltafront.service.request.context import Resources
 from deltafront.service.request.text.pieces import TextTooLong, TokenLimit
 from deltafront.service.request.text.text_budget import HeldText
-from deltafront.service.request.text.tokenizer import TemplateError
-from deltafront.service.request.text.tool_calls import ToolFormat, tools_grammar
+from deltafront.service.request.text.thoughts import with_thoughts
+from deltafront.service.request.text.tokenizer import TemplateError, TextTokenizer
+from deltafront.service.request.text.tool_calls import tools_grammar
 from deltafront.workers.messages.requests import ID_BYTES, recompute_pages
 from deltafront.workers.model.grammars import GrammarError, grammar_of
 
@@ -79,39 +81,53 @@ def distinct_ids(ids: bytes) -> bytes:
 async def constrained(resources: Resources, call: Call) -> Call:
     """Put the grammar of a call's constraint into its options. Compile it here, too, so that a wrong one is
     refused before prefill. Raises InvalidArgument."""
+    if call.constraint is None and tools_of(call.prompt, call.append) is None:
+        return call
+    grammar = await asyncio.to_thread(_grammar, resources, call)
+    return replace(call, constraint=None, options=replace(call.options, constraint=grammar))
+
+
+def _grammar(resources: Resources, call: Call) -> str:
     tools, form = tools_of(call.prompt, call.append), resources.tokenizer.tool_format
-    if tools is not None and form is not None:  # without a format, tokenising refuses the tools
-        grammar = await asyncio.to_thread(_tools_grammar, resources, call, form, tools)
-        return replace(call, constraint=None, options=replace(call.options, constraint=grammar))
-    given = vars(call.constraint) if call.constraint is not None else {}
-    for rule_form, rule in given.items():
-        if rule is not None:
-            grammar = await asyncio.to_thread(_checked_grammar, resources, call, rule_form, rule)
-            return replace(call, constraint=None, options=replace(call.options, constraint=grammar))
-    return call
+    name, last = "prompt.messages.tools", call.append or call.prompt
+    try:
+        if tools is not None and form is not None:
+            schema = _schema_beside_tools(resources, call)
+            grammar = tools_grammar(form, tools, resources.tokenizer.tool_tokens, schema)
+        elif call.constraint is None:
+            return ""  # tokenising refuses the tools
+        else:
+            ((kind, rule),) = [given for given in vars(call.constraint).items() if given[1] is not None]
+            name = f"constraint.{kind}"
+            grammar = grammar_of(kind, rule)
+        if last is not None and last.reasons:
+            grammar = with_thoughts(grammar, generation_prompt(resources.tokenizer, last))
+        resources.grammars.begin(grammar, call.answered)
+    except GrammarError as error:
+        raise InvalidArgument(name, str(error)) from None
+    return grammar
 
 
-def _tools_grammar(resources: Resources, call: Call, form: ToolFormat, tools: Tools) -> str:
+def _schema_beside_tools(resources: Resources, call: Call) -> str | None:
+    """Return the schema of an answer that calls no tool. Raises InvalidArgument."""
     schema = None if call.constraint is None else call.constraint.json_schema
     if call.constraint is not None and schema is None:
         raise InvalidArgument("constraint", "must be a JSON schema, or none, where there are tools")
     if schema is not None:
-        _checked_grammar(resources, replace(call, answered=()), "json_schema", schema)
-    grammar = tools_grammar(form, tools, resources.tokenizer.tool_tokens, schema)
-    try:
-        resources.grammars.begin(grammar, call.answered)
-    except GrammarError as error:
-        raise InvalidArgument("prompt.messages.tools", str(error)) from None
-    return grammar
+        try:
+            resources.grammars.begin(grammar_of("json_schema", schema))
+        except GrammarError as error:
+            raise InvalidArgument("constraint.json_schema", str(error)) from None
+    return schema
 
 
-def _checked_grammar(resources: Resources, call: Call, form: str, rule: str) -> str:
-    try:
-        grammar = grammar_of(form, rule)
-        resources.grammars.begin(grammar, call.answered)
-    except GrammarError as error:
-        raise InvalidArgument(f"constraint.{form}", str(error)) from None
-    return grammar
+def generation_prompt(tokenizer: TextTokenizer, prompt: Prompt | None) -> str:
+    """Return what the chat template writes before the answer; empty unless the prompt is messages."""
+    if prompt is None or prompt.messages is None:
+        return ""
+    with contextlib.suppress(TemplateError):  # tokenising refuses it
+        return tokenizer.with_variables(prompt.chat_template_kwargs).generation_prompt()
+    return ""
 
 
 @dataclass(frozen=True)

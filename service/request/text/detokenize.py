@@ -59,10 +59,10 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Match:
-    """Text that may be sent. `stopped`: whether a stop string follows it."""
+    """Text that may be sent, and the stop string that follows it, or an empty one."""
 
     text: str
-    stopped: bool = False
+    stop: str = ""
 
 
 class StopMatcher:
@@ -74,10 +74,10 @@ class StopMatcher:
 
     def push(self, text: str) -> Match:
         held = self._held + text
-        found = [position for stop in self._stops if (position := held.find(stop)) >= 0]
+        found = [(position, stop) for stop in self._stops if (position := held.find(stop)) >= 0]
         if found:
-            self._held = ""
-            return Match(held[: min(found)], stopped=True)
+            self._held, (position, stop) = "", min(found)
+            return Match(held[:position], stop)
         keep = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return Match(held[: len(held) - keep])
@@ -115,7 +115,7 @@ class AnswerText:
         self._matcher = StopMatcher(stops)
         self._eos_ids = eos_ids
         self.ids: list[int] = []
-        self.stopped = False
+        self.stop = ""
         for token_id in answered:
             self.push(token_id)
 
@@ -127,10 +127,10 @@ class AnswerText:
         self.ids.append(token_id)
         text = "" if self.ended else self._detokenizer.push(token_id)
         match = Match(text) if len(self.ids) <= self._min_tokens else self._matcher.push(text)
-        self.stopped = match.stopped
+        self.stop = match.stop
         return match
 
     def flush(self) -> Match:
         """Return the held-back text, which may complete a stop string."""
         match = self._matcher.push(self._detokenizer.flush())
-        return match if match.stopped else Match(match.text + self._matcher.flush())
+        return match if match.stop else Match(match.text + self._matcher.flush())

@@ -173,8 +173,12 @@ class TextTokenizer:
         """Return whether an answer's text can contain `text`. Special tokens decode to no text."""
         return text in self.decode(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's spelling of each token; empty for ids that it lacks."""
+        return [self._tokenizer.id_to_token(number) or "" for number in ids]
 
     def detokenizer(self, tools: bool = False) -> Detokenizer:
         """Make a detokenizer. With `tools`, special tokens around calls have a text, too."""

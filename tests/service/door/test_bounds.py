@@ -18,7 +18,8 @@ import pytest
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.client import DeltafrontClient
-from deltafront.service.door import grpc_door, http_door, json_body
+from deltafront.service.door import grpc_door, json_body
+from deltafront.service.door.edges import call
 from deltafront.service.door.openai import requests as openai_requests
 from deltafront.service.door.status import OWN_STATUS
 from deltafront.service.request import places
@@ -208,7 +209,7 @@ def test_content_length_alone_reserves_no_room(
 def test_drops_a_body_that_stops_arriving(
     house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_door, "_IDLE_S", 0.1)
+    monkeypatch.setattr(call, "_IDLE_S", 0.1)
     host, port = make_http(house).removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), HANG_S) as connection:
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from deltafront.service.door.openai.answers import error_body, status_of
+from deltafront.service.door.edges.errors import FieldNames, status_of
+from deltafront.service.door.openai.errors import error_body
 from deltafront.service.errors import Code, DeltafrontError
 from deltafront.service.request.run import attempt
 
@@ -283,7 +284,7 @@ def test_every_error_has_a_status() -> None:
         error = DeltafrontError("trouble")
         error.code = code  # type: ignore[misc]
         assert 400 <= status_of(error) < 600
-        assert error_body(error, "prompt", 8192)["error"]["message"] == "trouble"
+        assert error_body(error, FieldNames("prompt", ()), 8192)["error"]["message"] == "trouble"
 
 
 @pytest.mark.parametrize("allowed", [1e-9, 0.2])

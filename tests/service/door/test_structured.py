@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -13,10 +14,10 @@ import pytest
 
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.errors import InvalidArgument
-from deltafront.workers.messages.events import Token
+from deltafront.workers.messages.events import FinishReason, Token
 
 from ..inprocess import House
-from .openai_calls import HI, MODEL, chat, complete
+from .openai_calls import HI, MODEL, Open, chat, complete
 
 
 class Person(pydantic.BaseModel):
@@ -101,6 +102,48 @@ def test_refuses_a_wrong_schema_before_prefill(
     body: Any = refused.value.body
     assert body["param"] == param and said in body["message"] and "\n" not in body["message"]
     assert not house.group.jobs and not house.decode.reservations
+
+
+def thinking(api: openai.OpenAI, mood: str, **asked: Any) -> Any:
+    told = {"chat_template_kwargs": {"mood": mood}, "skip_cache": True, **asked.pop("extra_body", {})}
+    return chat(api, max_tokens=200, extra_body=told, **asked).choices[0].message
+
+
+@pytest.mark.parametrize(("mood", "opening"), [("<think>", ""), ("", "<think>")])
+def test_model_reasons_before_the_form_of_its_answer(
+    make_house: Callable[..., House], make_http: Any, connect: Open, mood: str, opening: str
+) -> None:
+    house = make_house(model_name=MODEL, reasoning="think")
+    api = connect(make_http(house))
+    house.decode.script = [*f"{opening}Hm {{</think>\n\nno form".encode()]
+    message = thinking(api, mood, response_format=of_schema(SCHEMA))
+    assert message.reasoning == "Hm {"
+    jsonschema.validate(json.loads(message.content), SCHEMA)
+    message = thinking(api, mood, extra_body={"structured_outputs": {"choice": ["yes", "nay"]}})
+    assert (message.reasoning, message.content) == ("Hm {", "nay")
+    house.decode.fail_after = [len(opening) + 16]
+    assert thinking(api, mood, response_format=of_schema(SCHEMA)).reasoning == "Hm {"
+    assert house.decode.jobs[-1].answered_tokens == len(opening) + 16
+
+
+def test_form_holds_at_once_where_no_reasoning_can_come(
+    make_house: Callable[..., House], make_http: Any, connect: Open
+) -> None:
+    house = make_house(model_name=MODEL, reasoning="think")
+    api = connect(make_http(house))
+    house.decode.script = [*b"<think>Hm</think>"]
+    for mood in ("<think></think>", ""):
+        message = thinking(api, mood, response_format=of_schema(SCHEMA))
+        assert hasattr(message, "reasoning") == (not mood)
+        jsonschema.validate(json.loads(message.content), SCHEMA)
+
+
+def test_grammar_beyond_its_bounds_ends_an_answer_in_words(api: openai.OpenAI, house: House) -> None:
+    house.decode.fail_after, house.decode.failure = [4], FinishReason.GRAMMAR
+    chunks = chat(api, response_format=of_schema(SCHEMA), max_tokens=99, stream=True)
+    with pytest.raises(openai.APIError, match="simplify its schema or tools"):
+        list(chunks)
+    assert len(house.decode.jobs) == 1, "it is not tried again"
 
 
 def test_answer_keeps_its_schema_after_a_worker_failure(api: openai.OpenAI, house: House) -> None:

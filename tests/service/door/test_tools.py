@@ -42,12 +42,16 @@ def call(name: str, arguments: str) -> str:
 ROME = '{"city": "Rome", "days": 3}'
 
 
-@pytest.fixture
-def house(make_house: Callable[..., House], tmp_path: Path) -> House:
-    model = write_model(tmp_path / "calls")
+def model_with_tools(directory: Path) -> Path:
+    model = write_model(directory)
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return make_house(settings(model, model_name=MODEL))
+    return model
+
+
+@pytest.fixture
+def house(make_house: Callable[..., House], tmp_path: Path) -> House:
+    return make_house(settings(model_with_tools(tmp_path / "calls"), model_name=MODEL))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from ray.serve._private.grpc_util import gRPCGenericServer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
-from deltafront.service.door import http_door
+from deltafront.service.door.edges import call
 from deltafront.service.door.registration import add_deltafront_to_server
 from deltafront.service.request import places
 
@@ -163,7 +163,7 @@ def test_unread_body_has_an_audit_line_with_the_id_of_its_answer(
     code: int,
     finish: str,
 ) -> None:
-    monkeypatch.setattr(http_door, "_RECEIVE_S", 0.1)
+    monkeypatch.setattr(call, "_RECEIVE_S", 0.1)
     (tmp_path / "tokens").write_text("alpha\n")
     house = make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens"))
     with announced(make_http(house), **headers) as connection:

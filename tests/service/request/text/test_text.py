@@ -141,7 +141,7 @@ def test_stop_strings_are_never_shown(text: str, stops: list[str], data: st.Data
     while rest and not stopped:
         size = data.draw(st.integers(1, 3))
         match = matcher.push(rest[:size])
-        rest, shown, stopped = rest[size:], shown + match.text, match.stopped
+        rest, shown, stopped = rest[size:], shown + match.text, bool(match.stop)
         expected, _ = brute(text, stops)
         assert expected.startswith(shown) or any(stop in text for stop in stops)
     if not stopped:
@@ -158,7 +158,7 @@ def test_stop_matching_letter_by_letter_equals_brute_force(text: str, stops: lis
     for letter in text:
         match = matcher.push(letter)
         shown += match.text
-        if match.stopped:
+        if match.stop:
             break
     else:
         shown += matcher.flush()
@@ -171,7 +171,7 @@ def test_holds_back_only_text_that_may_begin_a_stop_string(text: str, stops: lis
     for count, letter in enumerate(text, 1):
         match = matcher.push(letter)
         shown += match.text
-        if match.stopped:
+        if match.stop:
             return
         held = text[len(shown) : count]
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
@@ -180,7 +180,7 @@ def test_holds_back_only_text_that_may_begin_a_stop_string(text: str, stops: lis
 def test_stop_string_may_complete_when_held_text_is_flushed() -> None:
     answer = AnswerText(Detokenizer(BYTES), ["\N{REPLACEMENT CHARACTER}"])
     assert answer.push(0xF0).text == ""
-    assert answer.flush().stopped
+    assert answer.flush().stop
 
 
 # --- tokenizer ---------------------------------------------------------------------------------------------

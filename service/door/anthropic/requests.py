@@ -1,0 +1,159 @@
+"""Reads requests of Anthropic's Messages API.
+
+As in OpenAI's, a field is refused by name if it is unknown or would change the answer in a way that is not
+served.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import FailFast, Field
+
+from deltafront.service.door.anthropic.conversation import Conversation
+from deltafront.service.door.edges.own_fields import OwnFields
+from deltafront.service.door.edges.tools import choose, function_of
+from deltafront.service.door.json_body import BodyRules, show
+from deltafront.service.door.openai.sampling import Strict, new_seed
+from deltafront.service.errors import InvalidArgument
+from deltafront.service.request.calls import (
+    Constraint,
+    GenerateRequest,
+    Prompt,
+    SamplingParams,
+    Tools,
+    check_count,
+)
+
+_RULES = BodyRules(
+    labels=("metadata", "betas", "anthropic_beta", "inference_geo"),
+    no_op_values={
+        "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
+        "mcp_servers": ([],),
+        "container": (),
+    },
+    long_fields=("messages", "system", "tools", "chat_template_kwargs"),
+)
+_CHOICES: Mapping[object, str] = {"auto": "auto", "any": "required", "none": "none"}
+_OWN_TOOLS = "custom"
+_THINKING: Mapping[object, Mapping[str, bool]] = {
+    "enabled": {"enable_thinking": True},
+    "disabled": {"enable_thinking": False},
+    "adaptive": {},
+}
+"""What is said of thinking → variables of the chat template, as Qwen's and other templates name them."""
+
+
+class _MessageFields(OwnFields, Strict):
+    model: str
+    messages: Annotated[list[dict[str, Any]], FailFast()]
+    max_tokens: int | None = None
+    system: Any = ""
+    stop_sequences: list[str] = Field(default_factory=list)
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: dict[str, Any] = Field(default_factory=lambda: {"type": "auto"})
+    thinking: dict[str, Any] = Field(default_factory=lambda: {"type": "adaptive"})
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] = Field(default_factory=dict)
+    output_config: dict[str, Any] = Field(default_factory=dict)
+    output_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+def read_message(body: bytes, model: str) -> tuple[GenerateRequest, bool]:
+    """Return the request, and whether its answer is streamed. Raises InvalidArgument or UnknownModel."""
+    fields = _RULES.read(_MessageFields, body, model)
+    if fields.max_tokens is None:
+        raise InvalidArgument("max_tokens", "is missing")
+    return _request(fields, fields.max_tokens), fields.stream
+
+
+def read_count(body: bytes, model: str) -> GenerateRequest:
+    """Read a request whose tokens are to be counted. Raises InvalidArgument or UnknownModel."""
+    return _request(_RULES.read(_MessageFields, body, model), 1)
+
+
+def _request(fields: _MessageFields, max_tokens: int) -> GenerateRequest:
+    check_count("messages", len(fields.messages))
+    _check_context(fields.context_management)
+    conversation = Conversation()
+    conversation.note_cache("cache_control", fields.cache_control)
+    conversation.add_system(fields.system)
+    for index, message in enumerate(fields.messages):
+        conversation.add(f"messages[{index}]", message)
+    if fields.messages and fields.messages[-1].get("role") == "assistant":
+        last = f"messages[{len(fields.messages) - 1}]"
+        raise InvalidArgument(last, "is the assistant's: this server continues no message; end with a user's")
+    tools = _tools(fields, conversation)
+    own = fields.request_fields()
+    if own["retain_s"] is None:
+        own["retain_s"] = conversation.retain_s
+    return GenerateRequest(
+        prompt=Prompt(
+            messages=tuple(conversation.messages),
+            chat_template_kwargs={**_thinking(fields.thinking), **fields.chat_template_kwargs},
+            tools=tools,
+            add_special_tokens=False,
+        ),
+        sampling=SamplingParams(
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=fields.top_k,
+            seed=new_seed(),
+            stop=tuple(fields.stop_sequences),
+            max_tokens=max_tokens,
+        ),
+        constraint=_constraint(fields),
+        **own,
+    )
+
+
+def _tools(fields: _MessageFields, conversation: Conversation) -> Tools | None:
+    functions = []
+    for index, tool in enumerate(fields.tools):
+        path = f"tools[{index}]"
+        if tool.get("type") not in (None, _OWN_TOOLS):
+            said = f"{show(tool['type'])} is a tool that this server does not know"
+            raise InvalidArgument(f"{path}.type", f"{said}: send its input_schema, without a type")
+        conversation.note_cache(f"{path}.cache_control", tool.get("cache_control"))
+        functions.append(function_of(path, tool, "input_schema"))
+    choice = fields.tool_choice
+    parallel, kind = choice.get("disable_parallel_tool_use") is not True, choice.get("type")
+    if kind == "tool":
+        return choose(functions, choice.get("name"), parallel, named=True)
+    if kind not in _CHOICES:
+        raise InvalidArgument("tool_choice.type", f"{show(kind)} must be auto, any, tool or none")
+    return choose(functions, _CHOICES[kind], parallel)
+
+
+def _thinking(said: Mapping[str, Any]) -> Mapping[str, bool]:
+    kind = said.get("type")
+    if kind not in _THINKING:
+        raise InvalidArgument("thinking.type", f"{show(kind)} must be {', '.join(map(str, _THINKING))}")
+    return _THINKING[kind]
+
+
+def _check_context(said: Mapping[str, Any]) -> None:
+    """Refuse edits of the context, but those of thinking, which is not read again. Raises InvalidArgument."""
+    edits = said.get("edits") or []
+    kinds = [edit.get("type") if isinstance(edit, Mapping) else edit for edit in edits]
+    for kind in kinds:
+        if not (isinstance(kind, str) and kind.startswith("clear_thinking_")):
+            raise InvalidArgument("context_management", f"{show(kind)} is not done here: leave it out")
+
+
+def _constraint(fields: _MessageFields) -> Constraint | None:
+    form = fields.output_format or fields.output_config.get("format")
+    if form is None:
+        return None
+    schema = form.get("schema") if isinstance(form, Mapping) and form.get("type") == "json_schema" else None
+    if not isinstance(schema, Mapping):
+        raise InvalidArgument("output_format", "must be of type json_schema, with a schema")
+    return Constraint(json_schema=json.dumps(schema))

@@ -1,0 +1,243 @@
+"""A call over HTTP: a JSON body in, and an object or a stream of events out.
+
+Requests run as for gRPC. While the prompt of a streamed answer waits or is prefilled, lines that clients skip
+keep proxies from closing the connection. The first of them also sends the HTTP status, so a later error is an
+event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from deltafront.service.door.edges.edge import Asked, Edge, EdgeReply, Json, ReplyContext
+from deltafront.service.door.edges.errors import headers_of, status_of
+from deltafront.service.door.edges.parts import AnswerSplitter
+from deltafront.service.door.http_stream import EventStream, until_disconnect
+from deltafront.service.door.json_body import NotJson
+from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter
+from deltafront.service.errors import Cancelled, DeltafrontError, Overloaded, TooSlow
+from deltafront.service.request.answers import GenerateFinished, RequestEvent
+from deltafront.service.request.calls import GenerateRequest
+from deltafront.service.request.check import is_request_id
+from deltafront.service.request.context import Accepted
+from deltafront.service.request.handler import RequestHandler
+from deltafront.service.request.text.thoughts import is_open
+from deltafront.service.request.text.tool_calls import ToolCallParser
+from deltafront.workers.messages.events import Progress, Token, Usage
+
+KEEP_ALIVE_S = 5.0
+"""The longest silence of a stream."""
+REQUEST_ID = "x-request-id"
+"""Serve's middleware sends it back (`haproxy_config.py`)."""
+_JSON_BYTES = 6
+"""The most bytes of a character in JSON."""
+_RECEIVE_S = 60.0
+"""How long a client may take to send a request."""
+_IDLE_S = 10.0
+"""How long it may send nothing of it."""
+_JSON = "application/json"
+
+Work = Callable[[RequestHandler, Accepted, bytes], Awaitable[Json]]
+"""Makes the answer of a body."""
+Events = AsyncIterator[RequestEvent | None]
+
+
+@dataclass
+class Exchange:
+    """One request over HTTP. `arrived`: whether its body has. `stream`, `reply`: those of a streamed
+    answer."""
+
+    request: Request
+    request_id: str
+    send: Send
+    arrived: bool = False
+    stream: EventStream | None = None
+    reply: EdgeReply | None = None
+
+    async def respond(self, content: Json) -> None:
+        await self.respond_with(JSONResponse(content))
+
+    async def respond_with(self, response: Response) -> None:
+        await response(self.request.scope, self.request.receive, self.send)
+
+
+@dataclass(frozen=True)
+class EdgeCall:
+    """The ASGI application of one endpoint.
+
+    Args:
+        rpc: The name in metrics and the audit log.
+        keep_alive_s: Longest silence of a stream, in seconds.
+    """
+
+    edge: Edge
+    requests: RequestHandler
+    max_body_bytes: int
+    keep_alive_s: float = KEEP_ALIVE_S
+    rpc: str = "Generate"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        exchange = Exchange(request, request_id_of(request), send)
+        try:
+            async with self.requests.accept(
+                self.rpc, request.headers.items(), request_id=exchange.request_id
+            ) as accepted:
+                with contextlib.suppress(ClientDisconnect):  # there is no client to tell
+                    await self._serve(exchange, accepted)
+        except DeltafrontError as error:
+            await self._fail(exchange, error)
+
+    async def _serve(self, exchange: Exchange, accepted: Accepted) -> None:
+        asked = await self._read(await self.body(exchange, accepted), accepted.caller.owner)
+        generate = replace(asked.request, request_id=exchange.request_id)
+        if self.edge.splits and self.requests.marks_reasoning:
+            generate = _reasoning(generate)
+        splitter = await self._splitter(generate)
+        requests = self.requests
+        context = ReplyContext(
+            requests.model, requests.positions, exchange.request_id, splitter, lambda: requests.token_bytes
+        )
+        exchange.reply = reply = asked.reply(context)
+        stream, progress = asked.stream, asked.include_progress
+        events = self.requests.run(accepted, generate)
+        del asked, generate  # free the text once it is tokenised
+        watched = until_disconnect(events, exchange.request.receive, self.keep_alive_s)
+        async with contextlib.aclosing(watched):
+            if stream:
+                edge = self.edge
+                exchange.stream = EventStream(exchange.send, progress, edge.named_events, edge.keep_alive)
+                await _stream(reply, splitter, watched, exchange.stream)
+                await exchange.stream.write(edge.ends_with)
+                await exchange.stream.end()
+            else:
+                await exchange.respond(await _answer(reply, splitter, watched))
+
+    async def _read(self, body: bytes, owner: str) -> Asked:
+        """Read the body in a thread, since that takes longer the more it says. Raises InvalidArgument or
+        NotFound."""
+        work = self.requests.text_budget.work
+        return await work(len(body), lambda _: self.edge.read(body, self.requests.model, owner))
+
+    async def _splitter(self, request: GenerateRequest) -> AnswerSplitter:
+        reasoning = form = None
+        if self.edge.splits and self.requests.marks_reasoning:
+            opening = await asyncio.to_thread(self.requests.generation_prompt, request)
+            reasoning = ReasoningSplitter(is_open(opening), trims=request.has_form)
+        if request.tools is not None:
+            form = self.requests.tool_format
+        return AnswerSplitter(reasoning, None if form is None else ToolCallParser(form))
+
+    async def _fail(self, exchange: Exchange, error: DeltafrontError) -> None:
+        if exchange.stream is not None and exchange.stream.started and exchange.reply is not None:
+            await exchange.stream.send_json(exchange.reply.fail(error))
+            await exchange.stream.end()
+            return
+        content = self.edge.error(error, self.requests.positions, exchange.request_id)
+        response = JSONResponse(content, status_of(error), headers_of(error))
+        if not exchange.arrived:  # no client waits for the rest
+            response.headers["connection"] = "close"
+        await exchange.respond_with(response)
+
+    async def body(self, exchange: Exchange, accepted: Accepted) -> bytes:
+        """Receive the body. Raises Overloaded, TooSlow or Cancelled."""
+        request, held = exchange.request, accepted.text
+        _check_type(request.headers.get("content-type", ""))
+        length, body, size = request.headers.get("content-length", ""), list[bytes](), 0
+        self._check_length(int(length) if length.isdecimal() else 0)
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(_RECEIVE_S), asyncio.timeout(_IDLE_S) as idle:
+                async for part in request.stream():
+                    idle.reschedule(clock() + _IDLE_S)
+                    size += len(part)
+                    self._check_length(size)
+                    held.grow(size)
+                    body.append(part)
+        except TimeoutError:
+            late = f"the request did not arrive within {_RECEIVE_S:.0f} s"
+            silent = f"nothing of the request arrived for {_IDLE_S:.0f} s"
+            raise TooSlow(silent if idle.expired() else late) from None
+        except ClientDisconnect:
+            raise Cancelled("the client left while it sent the request") from None
+        exchange.arrived = True
+        accepted.clock.restart()
+        return b"".join(body)
+
+    def _check_length(self, size: int) -> None:
+        limit = min(self.max_body_bytes, _JSON_BYTES * self.requests.max_request_bytes)
+        if size > limit:
+            raise Overloaded(f"the request is longer than {limit} bytes")
+
+
+@dataclass(frozen=True)
+class UnaryCall(EdgeCall):
+    """An endpoint whose answer is one object, and runs on no worker."""
+
+    work: Work | None = None
+
+    async def _serve(self, exchange: Exchange, accepted: Accepted) -> None:
+        assert self.work is not None
+        await exchange.respond(await self.work(self.requests, accepted, await self.body(exchange, accepted)))
+
+
+async def _answer(reply: EdgeReply, splitter: AnswerSplitter, events: Events) -> Json:
+    parts, answer = list[AnswerPart](), Json()
+    async for event in events:
+        if isinstance(event, Token):
+            reply.token(event)
+            parts += splitter.push(event.text, event.index + 1)
+        elif isinstance(event, GenerateFinished):
+            parts += splitter.push(event.text, event.usage.completion_tokens, last=True)
+            answer = reply.answer(parts, event)
+    return answer
+
+
+async def _stream(reply: EdgeReply, splitter: AnswerSplitter, events: Events, stream: EventStream) -> None:
+    usage = Usage(prompt_tokens=0)
+    async for event in events:
+        if event is None:
+            await stream.skipped("waiting")
+        elif isinstance(event, Progress):
+            await stream.skipped(f"read {event.tokens_done} of {event.tokens_total} tokens")
+        elif isinstance(event, Usage):
+            usage = event
+            await stream.send_json(reply.begin(usage))
+        elif isinstance(event, Token):
+            reply.token(event)
+            count = event.index + 1
+            parts, usage = splitter.push(event.text, count), replace(usage, completion_tokens=count)
+            await stream.send_json(reply.grow(parts, usage))
+        elif isinstance(event, GenerateFinished):
+            parts = splitter.push(event.text, event.usage.completion_tokens, last=True)
+            await stream.send_json(reply.end(parts, event))
+
+
+def _reasoning(request: GenerateRequest) -> GenerateRequest:
+    """Let the answer reason before it follows a constraint."""
+    prompts = {
+        name: replace(prompt, reasons=prompt.messages is not None)
+        for name in ("prompt", "append")
+        if (prompt := getattr(request, name)) is not None
+    }
+    return replace(request, **prompts)
+
+
+def request_id_of(request: Request) -> str:
+    """Return the caller's id, or that of Serve's middleware; a new one without it."""
+    given = request.headers.get(REQUEST_ID, "")
+    return given if given and is_request_id(given) else uuid.uuid4().hex
+
+
+def _check_type(content_type: str) -> None:
+    """Refuse what web pages may send to any server without being asked. Raises NotJson."""
+    if content_type.partition(";")[0].strip().lower() != _JSON:
+        raise NotJson(content_type)

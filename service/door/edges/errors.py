@@ -1,0 +1,83 @@
+"""HTTP statuses and headers of errors, and field names as a caller over HTTP knows them."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deltafront.service.door.json_body import NotJson
+from deltafront.service.errors import (
+    Code,
+    DeadlineExceeded,
+    DeltafrontError,
+    InvalidArgument,
+    Overloaded,
+    TooSlow,
+)
+
+_STATUSES: Mapping[Code, int] = {
+    Code.INVALID_ARGUMENT: 400,
+    Code.UNAUTHENTICATED: 401,
+    Code.NOT_FOUND: 404,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.CANCELLED: 499,
+    Code.INTERNAL: 500,
+    Code.UNKNOWN: 500,
+    Code.UNAVAILABLE: 503,
+    Code.DEADLINE_EXCEEDED: 504,
+}
+"""No client sees nginx's 499, because it has left."""
+TOO_LARGE = 413
+_SOURCE = re.compile(r"^(prompt|append)(\.(text|messages|token_ids))?")
+
+Renaming = tuple[re.Pattern[str], str]
+
+
+def status_of(error: DeltafrontError) -> int:
+    """Return the status. Where waiting does not help, it is 413 and not that of a rate limit."""
+    if isinstance(error, Overloaded) and error.retry_after_s is None:
+        return TOO_LARGE
+    if isinstance(error, TooSlow):
+        return 408
+    return 415 if isinstance(error, NotJson) else _STATUSES[error.code]
+
+
+def headers_of(error: DeltafrontError) -> dict[str, str]:
+    """Return retry headers. OpenAI's and Anthropic's clients retry by themselves unless a header forbids
+    it."""
+    if error.retry_after_s is not None:
+        return {"retry-after": str(math.ceil(max(error.retry_after_s, 0.0)))}
+    if _is_late(error):
+        return {"x-should-retry": "false"}
+    return {"www-authenticate": "Bearer"} if error.code is Code.UNAUTHENTICATED else {}
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """Names of one edge's fields.
+
+    Args:
+        source: Replaces gRPC's `prompt` and `append`.
+        renamed: Patterns of gRPC's other names, and what replaces them.
+    """
+
+    source: str
+    renamed: Sequence[Renaming]
+
+    def say(self, error: DeltafrontError) -> tuple[str | None, str]:
+        """Return the field, if the error names one, and the message with the field's name of this edge."""
+        message = error.message.replace("the deadline", "timeout_s")
+        if _is_late(error):
+            return "timeout_s", message.partition(";")[0]  # without the advice on clocks
+        if not (isinstance(error, InvalidArgument) and error.field):
+            return None, message
+        param = error.field
+        for pattern, replacement in self.renamed:
+            param = pattern.sub(replacement, param)
+        param = param if param == self.source else _SOURCE.sub(self.source, param, count=1)
+        return param, f"{param}{error.message.removeprefix(error.field)}"
+
+
+def _is_late(error: DeltafrontError) -> bool:
+    """Say whether the client's own deadline ended the request."""
+    return isinstance(error, DeadlineExceeded) and not isinstance(error, TooSlow)

@@ -1,0 +1,37 @@
+"""The service's own fields, which every edge over HTTP takes."""
+
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from deltafront.service.door.json_body import STRICT
+from deltafront.service.request.calls import AttentionMethod
+from deltafront.workers.messages.requests import PageSelection
+
+
+class OwnFields(BaseModel):
+    """Their names are as in gRPC."""
+
+    model_config = STRICT
+
+    method: str = ""
+    options: dict[str, float] = Field(default_factory=dict)
+    page_selection: Literal["", "full", "delta"] = ""
+    recompute_blocks: int | None = None
+    cache_salt: str = ""
+    retain_s: float | None = None
+    skip_cache: bool = False
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+
+    def request_fields(self) -> dict[str, Any]:
+        """Return arguments of `GenerateRequest`."""
+        return {
+            "attention": AttentionMethod(self.method, self.options),
+            "page_selection": PageSelection(self.page_selection),
+            "recompute_blocks": self.recompute_blocks,
+            "deadline": None if self.timeout_s is None else time.time() + self.timeout_s,
+            "cache_salt": self.cache_salt,
+            "retain_s": self.retain_s,
+            "skip_cache": self.skip_cache,
+        }

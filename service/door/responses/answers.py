@@ -1,0 +1,230 @@
+"""Words answers as OpenAI's Responses API does: items, and numbered events."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from deltafront.service.door.edges.blocks import Block, BlockKind, Blocks, Change, Step
+from deltafront.service.door.edges.edge import Asked, Json, ReplyContext
+from deltafront.service.door.edges.errors import FieldNames
+from deltafront.service.door.http_stream import EMPTY_LINE
+from deltafront.service.door.openai.answers import report
+from deltafront.service.door.openai.errors import RENAMED, error_body
+from deltafront.service.door.openai.tools import read_arguments
+from deltafront.service.door.reasoning import AnswerPart
+from deltafront.service.door.responses.items import append
+from deltafront.service.door.responses.requests import AskedResponse, read_response
+from deltafront.service.door.responses.store import ResponseStore, StoredResponse, size_of
+from deltafront.service.errors import DeltafrontError, InvalidArgument
+from deltafront.service.request.answers import GenerateFinished
+from deltafront.workers.messages.events import FinishReason, Token, Usage
+
+NAMES = FieldNames(
+    "input",
+    (
+        (re.compile(r"^sampling\.max_tokens"), "max_output_tokens"),
+        (re.compile(r"^constraint\.json_schema$"), "text.format.schema"),
+        *RENAMED,
+    ),
+)
+_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+_DELTAS = {
+    BlockKind.REASONING: "response.reasoning_text",
+    BlockKind.TEXT: "response.output_text",
+    BlockKind.CALL: "response.function_call_arguments",
+}
+
+
+class ResponsesEdge:
+    """`/v1/responses`. It keeps responses that ask for it in the store."""
+
+    splits = True
+    named_events = True
+    ends_with = b""
+    keep_alive = EMPTY_LINE
+
+    def __init__(self, store: ResponseStore) -> None:
+        self.store = store
+
+    def read(self, body: bytes, model: str, owner: str) -> Asked:
+        asked = read_response(body, model, self.store, owner)
+        fields = asked.fields
+        return Asked(
+            asked.request,
+            lambda context: ResponseReply(asked, context, self.store, owner),
+            fields.stream,
+            fields.stream_options.include_progress,
+        )
+
+    def error(self, error: DeltafrontError, positions: int, _request_id: str) -> Json:
+        return error_body(error, NAMES, positions)
+
+
+class ResponseReply:
+    """Makes the objects of one response, and stores it once it is complete."""
+
+    def __init__(self, asked: AskedResponse, context: ReplyContext, store: ResponseStore, owner: str) -> None:
+        fields = asked.fields
+        self._messages = asked.messages
+        self._context, self._store, self._owner = context, store, owner
+        self._keeps = fields.store and store.max_bytes > 0
+        self._number = uuid.uuid4().hex
+        self._blocks = Blocks()
+        self._events = 0
+        self._head: Json = {
+            "id": f"resp_{self._number}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": context.model,
+            "background": False,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "metadata": fields.metadata,
+            "parallel_tool_calls": fields.parallel_tool_calls,
+            "previous_response_id": fields.previous_response_id,
+            "reasoning": {"effort": None, "summary": None, **fields.reasoning},
+            "store": self._keeps,
+            "temperature": fields.temperature,
+            "text": {"format": {"type": "text"}, **fields.text},
+            "tool_choice": fields.tool_choice,
+            "tools": fields.tools,
+            "top_p": fields.top_p,
+            "truncation": "disabled",
+        }
+
+    def answer(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> Json:
+        self._blocks.push(parts)
+        return self._finished(finish)
+
+    def begin(self, _usage: Usage) -> list[Json]:
+        return self._begin()
+
+    def _begin(self) -> list[Json]:
+        response = self._response("in_progress", [])
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=response) for kind in kinds]
+
+    def token(self, token: Token) -> None:
+        pass
+
+    def grow(self, parts: Iterable[AnswerPart], _usage: Usage) -> list[Json]:
+        return self._push(parts)
+
+    def end(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> list[Json]:
+        events = self._push(parts)
+        cut = finish.reason is FinishReason.LENGTH
+        for change in self._blocks.close():
+            events += self._changed(change, "incomplete" if cut else "completed")
+        response = self._finished(finish)
+        return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def fail(self, error: DeltafrontError) -> list[Json]:
+        begun = [] if self._events else self._begin()
+        said = error_body(error, NAMES, self._context.positions)["error"]
+        problem = {"code": said["code"] or "server_error", "message": said["message"]}
+        output = [self._item(block, "incomplete") for block in self._blocks.blocks]
+        response = self._response("failed", output, error=problem)
+        return [*begun, self._event("response.failed", response=response)]
+
+    def _push(self, parts: Iterable[AnswerPart]) -> list[Json]:
+        return [event for change in self._blocks.push(parts) for event in self._changed(change)]
+
+    def _finished(self, finish: GenerateFinished) -> Json:
+        cut, blocks = finish.reason is FinishReason.LENGTH, self._blocks.blocks
+        status = "incomplete" if cut else "completed"
+        output = [self._item(block, "completed") for block in blocks[:-1]]
+        output += [self._item(block, status) for block in blocks[-1:]]
+        details = {"reason": "max_output_tokens"} if cut else None
+        response = self._response(status, output, incomplete_details=details, usage=self._usage(finish.usage))
+        response |= report(finish)
+        if self._keeps:
+            self._keep(response)
+        return response
+
+    def _keep(self, response: Json) -> None:
+        """Store the response. What an answer says may be nothing; a call that was cut is left out."""
+        text = "\n".join(block.text for block in self._blocks.blocks if block.kind is BlockKind.TEXT)
+        calls = [call for block in self._blocks.blocks for call in _calls_of(block)]
+        called = {"tool_calls": calls} if calls else {}
+        messages = [*self._messages]
+        append(messages, {"role": "assistant", "content": text, **called})
+        size = size_of(messages) + size_of(response)
+        self._store.put(response["id"], StoredResponse(self._owner, response, tuple(messages), size))
+
+    def _response(self, status: str, output: list[Json], **more: Any) -> Json:
+        end = {"error": None, "incomplete_details": None, "usage": None, **more}
+        return {**self._head, "status": status, "output": output, **end}
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._events += 1
+        return {"type": kind, "sequence_number": self._events - 1, **fields}
+
+    def _changed(self, change: Change, status: str = "completed") -> list[Json]:
+        step, block, text = change
+        if step is Step.OPEN:  # by now it may have grown
+            block = Block(block.kind, block.index, block.call_id, block.name)
+        item = {"output_index": block.index}
+        part = {"item_id": self._id(block), **item, "content_index": 0}
+        told = {"item_id": self._id(block), **item} if block.kind is BlockKind.CALL else part
+        if step is Step.GROW:
+            return [self._event(f"{_DELTAS[block.kind]}.delta", **told, delta=text, **_no_logprobs(block))]
+        whole = {"item": self._item(block, "in_progress" if step is Step.OPEN else status)}
+        content = [] if block.kind is BlockKind.CALL else [_part(block)]
+        if step is Step.OPEN:
+            if content:
+                whole["item"]["content"] = []
+            added = [self._event("response.output_item.added", **item, **whole)]
+            return added + [self._event("response.content_part.added", **part, part=one) for one in content]
+        key = "arguments" if block.kind is BlockKind.CALL else "text"
+        named = {"name": block.name} if block.kind is BlockKind.CALL else {}
+        done = {key: block.text, **named, **_no_logprobs(block)}
+        ended = [self._event(f"{_DELTAS[block.kind]}.done", **told, **done)]
+        ended += [self._event("response.content_part.done", **part, part=one) for one in content]
+        return [*ended, self._event("response.output_item.done", **item, **whole)]
+
+    def _id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._number}{block.index}"
+
+    def _item(self, block: Block, status: str) -> Json:
+        head: Json = {"id": self._id(block), "status": status}
+        if block.kind is BlockKind.CALL:
+            called = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            return {**head, "type": "function_call", **called}
+        if block.kind is BlockKind.REASONING:
+            return {**head, "type": "reasoning", "summary": [], "content": [_part(block)]}
+        return {**head, "type": "message", "role": "assistant", "content": [_part(block)]}
+
+    def _usage(self, usage: Usage) -> Json:
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._context.splitter.reasoning_tokens or 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+
+def _part(block: Block) -> Json:
+    if block.kind is BlockKind.REASONING:
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _no_logprobs(block: Block) -> Json:
+    return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+
+
+def _calls_of(block: Block) -> list[Json]:
+    """Return a call as the chat template takes it; none for other blocks, and one that was cut."""
+    if block.kind is not BlockKind.CALL:
+        return []
+    try:
+        arguments = read_arguments("", block.text)
+    except InvalidArgument:
+        return []
+    function = {"name": block.name, "arguments": arguments}
+    return [{"id": block.call_id, "type": "function", "function": function}]

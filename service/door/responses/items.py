@@ -1,0 +1,106 @@
+"""Translates the items of the Responses API to messages of a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deltafront.service.door.edges.tools import call_of, check_call_id
+from deltafront.service.door.json_body import show
+from deltafront.service.door.openai.tools import read_arguments
+from deltafront.service.errors import InvalidArgument
+
+Message = Mapping[str, Any]
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""A part that is text → the key of its text."""
+_MAX_PARTS = 4096
+_BETWEEN = "\n"
+"""Between two parts of a text."""
+
+
+def read_items(given: object) -> list[Message]:
+    """Return the messages of the field `input`. Raises InvalidArgument."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise InvalidArgument("input", "must be text or a list of items")
+    messages = list[Message]()
+    for index, item in enumerate(given):
+        path = f"input[{index}]"
+        if not isinstance(item, Mapping):
+            raise InvalidArgument(path, "must be an item")
+        message = _message(path, item)
+        if message is not None:
+            append(messages, message)
+    return messages
+
+
+def append(messages: list[Message], message: Message) -> None:
+    """Add a message. What the assistant says and calls in a row is one message."""
+    last = messages[-1] if messages else {}
+    if message["role"] != "assistant" or last.get("role") != "assistant":
+        messages.append(message)
+        return
+    contents = [text for text in (last["content"], message["content"]) if text]
+    calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+    called = {"tool_calls": calls} if calls else {}
+    messages[-1] = {"role": "assistant", "content": _BETWEEN.join(contents), **called}
+
+
+def with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:
+    """Put the instructions before the messages. Those of the system at the beginning are one message, since
+    many templates take no second one."""
+    rest = [{"role": "system", "content": instructions}, *messages] if instructions else messages
+    count = next((n for n, one in enumerate(rest) if one["role"] not in ("system", "developer")), len(rest))
+    if count < 2:
+        return rest
+    said = "\n\n".join(one["content"] for one in rest[:count])
+    return [{"role": "system", "content": said}, *rest[count:]]
+
+
+def _message(path: str, item: Mapping[str, Any]) -> Message | None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        if role not in _ROLES:
+            raise InvalidArgument(f"{path}.role", f"{show(role)} must be one of {', '.join(_ROLES)}")
+        return {"role": role, "content": _text(f"{path}.content", item.get("content"))}
+    if kind == "function_call":
+        arguments = read_arguments(f"{path}.arguments", item.get("arguments"))
+        call_id = check_call_id(f"{path}.call_id", item.get("call_id"))
+        call = call_of(path, item.get("name"), arguments, call_id)
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind == "function_call_output":
+        call_id = check_call_id(f"{path}.call_id", item.get("call_id"))
+        return {
+            "role": "tool",
+            "tool_call_id": call_id,
+            "content": _text(f"{path}.output", item.get("output")),
+        }
+    if kind == "reasoning":  # it is not read again
+        return None
+    known = "message, function_call, function_call_output and reasoning"
+    raise InvalidArgument(f"{path}.type", f"{show(kind)} is not read here, but {known}")
+
+
+def _text(path: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidArgument(path, "must be text or a list of parts")
+    if len(content) > _MAX_PARTS:
+        raise InvalidArgument(path, f"has {len(content)} parts: at most {_MAX_PARTS}")
+    return _BETWEEN.join(_part(f"{path}[{index}]", part) for index, part in enumerate(content))
+
+
+def _part(path: str, part: object) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXTS:
+        raise InvalidArgument(
+            f"{path}.type", f"{show(kind)} is not read here, but input_text and output_text"
+        )
+    text = part.get(_TEXTS[kind])
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{path}.{_TEXTS[kind]}", "must be text")
+    return text

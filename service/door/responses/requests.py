@@ -1,0 +1,146 @@
+"""Reads requests of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from deltafront.service.door.edges.own_fields import OwnFields
+from deltafront.service.door.edges.tools import choose, function_of
+from deltafront.service.door.json_body import BodyRules, show
+from deltafront.service.door.openai.requests import retention_s
+from deltafront.service.door.openai.sampling import SamplingFields, Strict
+from deltafront.service.door.responses.items import Message, append, read_items, with_instructions
+from deltafront.service.door.responses.store import ResponseStore
+from deltafront.service.errors import InvalidArgument
+from deltafront.service.request.calls import (
+    Constraint,
+    GenerateRequest,
+    Prompt,
+    Tools,
+    check_count,
+)
+
+_RULES = BodyRules(
+    labels=("user", "safety_identifier", "prompt_cache_key", "max_tool_calls", "client_metadata"),
+    no_op_values={
+        "background": (False,),
+        "service_tier": ("auto", "default"),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "context_management": ([],),
+        **dict.fromkeys(("conversation", "prompt", "moderation"), ()),
+    },
+    long_fields=("input", "tools", "chat_template_kwargs"),
+)
+_LOGPROBS = "message.output_text.logprobs"
+_HINTS = ("effort", "summary", "generate_summary")
+
+
+class _StreamOptions(Strict):
+    include_obfuscation: bool = False
+    include_progress: bool = False
+
+
+class ResponseFields(OwnFields, SamplingFields):
+    """The fields of a request for a response."""
+
+    model: str
+    input: Any = Field(default_factory=list)
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] = Field(default_factory=dict)
+    reasoning: dict[str, Any] = Field(default_factory=dict)
+    include: list[str] = Field(default_factory=list)
+    metadata: dict[str, str] = Field(default_factory=dict)
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] = "in_memory"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AskedResponse:
+    """A request that was read, and its conversation without instructions."""
+
+    fields: ResponseFields
+    request: GenerateRequest
+    messages: list[Message]
+
+
+def read_response(body: bytes, model: str, store: ResponseStore, owner: str) -> AskedResponse:
+    """Read a body. Raises InvalidArgument, UnknownModel or UnknownResponse."""
+    fields = _RULES.read(ResponseFields, body, model)
+    _check_hints(fields)
+    messages = list[Message]()
+    if fields.previous_response_id is not None:
+        messages += store.get(fields.previous_response_id, owner).messages
+    for message in read_items(fields.input):
+        append(messages, message)
+    check_count("input", len(messages))
+    own = fields.request_fields()
+    own["retain_s"] = retention_s(fields.prompt_cache_retention, fields.retain_s)
+    request = GenerateRequest(
+        prompt=Prompt(
+            messages=tuple(with_instructions(fields.instructions, messages)),
+            chat_template_kwargs=fields.chat_template_kwargs,
+            tools=_tools(fields),
+            add_special_tokens=False,
+        ),
+        sampling=fields.params(fields.max_output_tokens),
+        constraint=_constraint(fields.text),
+        **own,
+    )
+    return AskedResponse(fields, request, messages)
+
+
+def _check_hints(fields: ResponseFields) -> None:
+    """Take what says how much to reason, which changes nothing here. Raises InvalidArgument."""
+    for name in fields.reasoning.keys() - {*_HINTS}:
+        raise InvalidArgument(f"reasoning.{name}", "is not known")
+    if _LOGPROBS in fields.include:
+        raise InvalidArgument("include", f"{_LOGPROBS} is not served here: use /v1/chat/completions")
+
+
+def _tools(fields: ResponseFields) -> Tools | None:
+    functions = []
+    for index, tool in enumerate(fields.tools):
+        kind, path = tool.get("type"), f"tools[{index}]"
+        if kind != "function":
+            refusal = f"{show(kind)} is not run or constrained by this server: send tools of type function"
+            raise InvalidArgument(f"{path}.type", refusal)
+        functions.append(function_of(path, tool))
+    choice = fields.tool_choice
+    if isinstance(choice, Mapping):
+        if choice.get("type") != "function":
+            refusal = f"{show(choice.get('type'))} must be function, or a text: none, auto or required"
+            raise InvalidArgument("tool_choice.type", refusal)
+        return choose(functions, choice.get("name"), False, named=True)
+    if choice not in ("none", "auto", "required"):
+        raise InvalidArgument("tool_choice", "must be none, auto, required or a function of tools")
+    return choose(functions, choice, fields.parallel_tool_calls)
+
+
+def _constraint(text: Mapping[str, Any]) -> Constraint | None:
+    for name in text.keys() - {"format", "verbosity"}:
+        raise InvalidArgument(f"text.{name}", "is not known")
+    form = text.get("format") or {"type": "text"}
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint(json_schema=json.dumps({"type": "object"}))
+    if kind != "json_schema":
+        raise InvalidArgument("text.format.type", f"{show(kind)} must be text, json_object or json_schema")
+    if not isinstance(form.get("schema"), Mapping):
+        raise InvalidArgument("text.format.schema", "must be a JSON schema")
+    return Constraint(json_schema=json.dumps(form["schema"]))

@@ -1,0 +1,255 @@
+"""OpenAI's Responses API through its client: items, tools, forms, events, and responses that are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+
+from deltafront.service.door.responses.answers import ResponseReply
+from deltafront.service.door.responses.store import KEPT_S, ResponseStore, StoredResponse, UnknownResponse
+
+from ..inprocess import House, settings
+from .openai_calls import JSON, MODEL, Open
+from .test_tools import ROME, WEATHER, call, model_with_tools, prompt_of
+
+TOOL: Any = {"type": "function", "name": "weather", "parameters": WEATHER}
+ANSWER = f"<think>Hm</think>\n\nLet me see.\n{call('weather', ROME)}\n{call('weather', ROME)}"
+
+
+class Trip(pydantic.BaseModel):
+    city: str = pydantic.Field(pattern="^[a-z]{1,9}$")
+    days: int = pydantic.Field(ge=0, le=9)
+
+
+@pytest.fixture
+def house(make_house: Callable[..., House], tmp_path: Path) -> House:
+    return make_house(settings(model_with_tools(tmp_path / "calls"), model_name=MODEL, reasoning="think"))
+
+
+@pytest.fixture
+def says(house: House) -> Callable[[str], None]:
+    def script(text: str) -> None:
+        house.decode.script = [*text.encode(), 257]
+
+    return script
+
+
+def ask(api: openai.OpenAI, given: Any = "hi", **options: Any) -> Any:
+    body = {"extra_body": {"skip_cache": True}, "max_output_tokens": 300, **options}
+    return api.responses.create(model=MODEL, input=given, **body)
+
+
+def without_ids(response: Any) -> Any:
+    left = response.model_dump(exclude={"id", "created_at", "deltafront"})
+    for item in left["output"]:
+        item.pop("id"), item.pop("call_id", None)
+    return left
+
+
+def test_answer_has_reasoning_text_and_calls(api: openai.OpenAI, says: Any) -> None:
+    says(ANSWER)
+    response = ask(api, tools=[TOOL])
+    thought, message, *calls = response.output
+    assert thought.content[0].text == "Hm" and response.output_text == "\n\nLet me see.\n"
+    assert [(one.name, one.arguments) for one in calls] == [("weather", ROME)] * 2
+    assert len({one.call_id for one in calls}) == 2 and message.status == "completed"
+    assert response.usage.output_tokens == len(ANSWER) + 1
+    assert response.usage.output_tokens_details.reasoning_tokens == len("<think>Hm</think>")
+
+
+@pytest.mark.parametrize("said", [ANSWER, call("weather", ROME), "Sunny", "", "<think>a</think>"])
+def test_streamed_response_equals_the_whole_one(api: openai.OpenAI, says: Any, said: str) -> None:
+    says(said)
+    whole = ask(api, tools=[TOOL])
+    events = list(ask(api, tools=[TOOL], stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == "response.completed"
+    assert without_ids(events[-1].response) == without_ids(whole)
+
+
+def test_streamed_items_open_grow_and_close_in_order(api: openai.OpenAI, says: Any) -> None:
+    says(ANSWER)
+    events = list(ask(api, tools=[TOOL], stream=True))
+    names = list(dict.fromkeys(event.type.removeprefix("response.") for event in events[2:-1]))
+    assert names == [
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+        "content_part.done", "output_item.done", "output_text.delta", "output_text.done",
+        "function_call_arguments.delta", "function_call_arguments.done",
+    ]  # fmt: skip
+    added = [event.item for event in events if event.type == "response.output_item.added"]
+    assert [item.type for item in added] == ["reasoning", "message", *["function_call"] * 2]
+    assert added[1].content == [] and added[2].arguments == ""
+    for kind in ("output_text", "function_call_arguments", "reasoning_text"):
+        pieces: dict[str, str] = {}
+        for event in events:
+            if event.type == f"response.{kind}.delta":
+                pieces[event.item_id] = pieces.get(event.item_id, "") + event.delta
+            elif event.type == f"response.{kind}.done":
+                assert pieces[event.item_id] == getattr(event, "text", None) or event.arguments
+
+
+def test_model_reads_items_in_order(api: openai.OpenAI, house: House) -> None:
+    ask(
+        api,
+        [
+            {"role": "developer", "content": "short"},
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "Let me"}]},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": ROME},
+            {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": ROME},
+            {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+            {"type": "function_call_output", "call_id": "c2", "output": "rain"},
+        ],
+        instructions="Be nice",
+        tools=[TOOL],
+    )
+    used = call("weather", ROME)
+    assert prompt_of(house).endswith(
+        f"[system:Be nice\n\nshort][user:hi][assistant:Let me{used}{used}][tool:sun][tool:rain][a:"
+    )
+
+
+def test_stored_response_is_continued(api: openai.OpenAI, says: Any, house: House) -> None:
+    says(f"<think>Hm</think>Let me\n{call('weather', ROME)}")
+    first = ask(api, tools=[TOOL], instructions="Be nice")
+    says("Sunny")
+    result: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "sun"}
+    second = ask(api, [result], tools=[TOOL], previous_response_id=first.id)
+    assert prompt_of(house).endswith(f"[user:hi][assistant:Let me\n{call('weather', ROME)}][tool:sun][a:")
+    assert "Be nice" not in prompt_of(house), "instructions are not carried over"
+    ask(api, "more", previous_response_id=second.id)
+    assert prompt_of(house).endswith("[tool:sun][assistant:Sunny][user:more][a:")
+    assert api.responses.retrieve(second.id).output_text == "Sunny"
+    assert second.previous_response_id == first.id
+    api.responses.delete(second.id)
+    for lost in (lambda: api.responses.retrieve(second.id), lambda: api.responses.delete(second.id)):
+        with pytest.raises(openai.NotFoundError, match="another door of this service"):
+            lost()
+
+
+@pytest.mark.parametrize("said", ["", "<think>a</think>", call("weather", ROME)])
+def test_empty_and_cut_responses_are_continued(
+    api: openai.OpenAI, says: Any, house: House, said: str
+) -> None:
+    says(said)
+    first = ask(api, tools=[TOOL], max_output_tokens=60)
+    says("Yes")
+    assert ask(api, "more", previous_response_id=first.id).output_text == "Yes"
+    assert prompt_of(house).endswith("[user:hi][assistant:][user:more][a:")
+
+
+def test_store_false_keeps_nothing(
+    api: openai.OpenAI, make_house: Callable[..., House], make_http: Any, connect: Open, tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text("alpha\nbeta\n")
+    house = make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens"))
+    address = make_http(house)
+    alpha, beta = (connect(address, token) for token in ("alpha", "beta"))
+    theirs, nobodys = ask(alpha), ask(alpha, store=False)
+    assert (theirs.store, nobodys.store) == (True, False)
+    for client, number in ((beta, theirs.id), (alpha, nobodys.id), (alpha, "resp_x")):
+        with pytest.raises(openai.NotFoundError) as refused:
+            ask(client, previous_response_id=number)
+        assert refused.value.code == "previous_response_not_found"
+        assert refused.value.param == "previous_response_id" and number in refused.value.message
+    assert ask(alpha, previous_response_id=theirs.id).output_text
+
+
+def test_form_of_a_response_is_followed(api: openai.OpenAI) -> None:
+    parsed = api.responses.parse(model=MODEL, input="hi", text_format=Trip).output_parsed
+    assert isinstance(parsed, Trip)
+    assert ask(api, text={"format": {"type": "json_object"}}).output_text[0] == "{"
+
+
+def test_named_function_must_be_called(api: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "name": "other"}
+    (used,) = ask(api, tools=[TOOL, {**TOOL, "name": "other"}], tool_choice=named).output
+    assert used.name == "other" and json.loads(used.arguments).keys() == {"city", "days"}
+
+
+def test_response_cut_by_max_output_tokens_is_incomplete(api: openai.OpenAI) -> None:
+    *_, last = ask(api, max_output_tokens=3, stream=True)
+    assert last.type == "response.incomplete" and last.response.status == "incomplete"
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+    assert last.response.output[-1].status == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not run"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type", "send tools of type function"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "1 to 64"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "'allowed_tools' must be"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type",
+         "'input_image' is not read"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'item_reference' is not"),
+        ({"input": []}, "input", "is empty"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "'grammar' must be text"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no"}}}},
+         "text.format.schema", "Invalid type: no"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "is not served here"),
+        ({"background": True}, "background", "is not supported"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
+        ({"input": "x" * 9000}, "input", "maximum context length"),
+    ],
+)  # fmt: skip
+def test_refuses_in_words_before_prefill(
+    api: openai.OpenAI, house: House, given: Any, param: str, said: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(api, extra_body=given)
+    assert refused.value.param == param and said in refused.value.message
+    assert not house.group.jobs
+
+
+def test_fault_in_mid_stream_ends_in_a_failed_response(
+    api: openai.OpenAI, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.decode.fail_after = [2] * 9
+    *_, last = ask(api, stream=True)
+    assert last.type == "response.failed" and last.response.error.code == "unavailable"
+    house.decode.fail_after = []
+
+    def broken(*_given: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ResponseReply, "end", broken)
+    *_, last = ask(api, stream=True)
+    assert last.type == "response.failed" and last.response.error.code == "internal_error"
+
+
+def test_paths_beside_responses_say_what_is_served(address: str) -> None:
+    answer = httpx.post(f"{address}/v1/responses/resp_1/cancel", headers=JSON)
+    assert answer.status_code == 404 and "/v1/responses" in answer.json()["error"]["message"]
+
+
+def test_store_gives_up_the_oldest_by_bytes_and_age() -> None:
+    now = [0.0]
+    store = ResponseStore(1000, lambda: now[0])
+    for number in range(50_000):
+        store.put(f"r{number}", StoredResponse("", {"n": number}, (), 100))
+        assert store.size <= 1000
+    kept = [number for number in range(49_980, 50_000) if _has(store, f"r{number}")]
+    assert kept == list(range(49_990, 50_000))
+    store.put("large", StoredResponse("", {}, (), 1001))
+    assert not _has(store, "large") and _has(store, "r49990")
+    now[0] = KEPT_S
+    assert not _has(store, "r49999") and store.size == 0
+
+
+def _has(store: ResponseStore, number: str) -> bool:
+    try:
+        store.get(number, "")
+    except UnknownResponse:
+        return False
+    return True
