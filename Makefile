@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LINK := build/link
 
-.PHONY: demo test test-arithmetic test-long acceptance chaos image cluster-test check proto serve dashboards manifests clean install dev model vocabularies accuracy
+.PHONY: demo test test-arithmetic test-long clients acceptance chaos image cluster-test check proto serve dashboards manifests clean install dev model vocabularies accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -60,6 +60,10 @@ test-long: export PYTHONDONTWRITEBYTECODE :=
 test-long: dev model vocabularies
 	$(BIN)/pytest -n 4 --long
 	$(BIN)/pytest -n 4 --ranks 2 tests/workers/decode tests/workers/kv
+
+# Clients of the HTTP APIs that others wrote, from PyPI into build/clients; a part of test-long.
+clients: dev
+	$(BIN)/pytest --long -s tests/service/door/clients
 
 acceptance: dev model
 	$(BIN)/pytest tests/e2e tests/deploy/test_scaling.py --acceptance -s

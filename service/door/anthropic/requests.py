@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from deltafront.service.door.anthropic.conversation import Conversation
+from deltafront.service.door.anthropic.blocks import BlockReader
 from deltafront.service.door.edges.own_fields import OwnFields
 from deltafront.service.door.edges.tools import choose, function_of
 from deltafront.service.door.json_body import BodyRules, show
@@ -83,21 +83,21 @@ def read_count(body: bytes, model: str) -> GenerateRequest:
 def _request(fields: _MessageFields, max_tokens: int) -> GenerateRequest:
     check_count("messages", len(fields.messages))
     _check_context(fields.context_management)
-    conversation = Conversation()
-    conversation.note_cache("cache_control", fields.cache_control)
-    conversation.add_system(fields.system)
+    reader = BlockReader()
+    reader.note_cache("cache_control", fields.cache_control)
+    reader.add_system(fields.system)
     for index, message in enumerate(fields.messages):
-        conversation.add(f"messages[{index}]", message)
+        reader.add(f"messages[{index}]", message)
     if fields.messages and fields.messages[-1].get("role") == "assistant":
         last = f"messages[{len(fields.messages) - 1}]"
         raise InvalidArgument(last, "is the assistant's: this server continues no message; end with a user's")
-    tools = _tools(fields, conversation)
+    tools = _tools(fields, reader)
     own = fields.request_fields()
     if own["retain_s"] is None:
-        own["retain_s"] = conversation.retain_s
+        own["retain_s"] = reader.retain_s
     return GenerateRequest(
         prompt=Prompt(
-            messages=tuple(conversation.messages),
+            messages=tuple(reader.messages),
             chat_template_kwargs={**_thinking(fields.thinking), **fields.chat_template_kwargs},
             tools=tools,
             add_special_tokens=False,
@@ -115,14 +115,14 @@ def _request(fields: _MessageFields, max_tokens: int) -> GenerateRequest:
     )
 
 
-def _tools(fields: _MessageFields, conversation: Conversation) -> Tools | None:
+def _tools(fields: _MessageFields, reader: BlockReader) -> Tools | None:
     functions = []
     for index, tool in enumerate(fields.tools):
         path = f"tools[{index}]"
         if tool.get("type") not in (None, _OWN_TOOLS):
             said = f"{show(tool['type'])} is a tool that this server does not know"
             raise InvalidArgument(f"{path}.type", f"{said}: send its input_schema, without a type")
-        conversation.note_cache(f"{path}.cache_control", tool.get("cache_control"))
+        reader.note_cache(f"{path}.cache_control", tool.get("cache_control"))
         functions.append(function_of(path, tool, "input_schema"))
     choice = fields.tool_choice
     parallel, kind = choice.get("disable_parallel_tool_use") is not True, choice.get("type")

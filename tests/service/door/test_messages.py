@@ -164,7 +164,8 @@ def test_stop_sequence_that_ended_an_answer_is_named(address: str, says: Any) ->
     [({"type": "any", "disable_parallel_tool_use": True}, {"weather", "other"}),
      ({"type": "tool", "name": "other"}, {"other"})],
 )  # fmt: skip
-def test_chosen_tools_must_be_called(address: str, choice: Json, names: set[str]) -> None:
+def test_chosen_tools_must_be_called(address: str, says: Any, choice: Json, names: set[str]) -> None:
+    says(call("other", ROME))
     (used,) = message(address, tools=[TOOL, {**TOOL, "name": "other"}], tool_choice=choice)["content"]
     assert used["name"] in names and used["input"].keys() == {"city", "days"}
 

@@ -218,7 +218,7 @@ def test_refusal_of_a_method_names_those_that_are_served(api: openai.OpenAI) -> 
 
 def test_unknown_paths_get_an_openai_error_object(address: str) -> None:
     said = {
-        ("POST", "/v1/responses"): (404, "POST /v1/responses is not served here: use /v1/chat/completions"),
+        ("POST", "/v1/batches"): (404, "POST /v1/batches is not served here: there are /v1/models, "),
         ("POST", "/v1/embeddings/"): (404, "makes no embeddings"),
         ("GET", "/nowhere"): (404, "GET /nowhere is not served here: there are /v1/models, "),
         ("GET", "/v1/completions"): (405, "GET is not what /v1/completions takes: use POST"),

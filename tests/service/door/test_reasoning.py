@@ -20,7 +20,7 @@ from deltafront.workers.model.weights.gguf_tokenizer import tokenizer_json
 
 from ...workers.vocabularies import FAMILIES, Metadata
 from ..fakes import EOS
-from ..inprocess import House
+from ..inprocess import House, settings, write_model
 from .openai_calls import HI, MODEL, Open, chat, complete
 
 ANSWERS = [
@@ -139,14 +139,15 @@ def test_a_stream_counts_reasoning_as_it_goes(house: House, api: openai.OpenAI) 
 
 
 def test_start_refuses_a_marker_that_decodes_to_no_text(
-    model: Path, make_house: Callable[..., House]
+    tmp_path: Path, make_house: Callable[..., House]
 ) -> None:
+    model = write_model(tmp_path / "special")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.add_special_tokens(["</think>"])
     tokenizer.save(str(model / "tokenizer.json"))
-    make_house()
+    make_house(settings(model))
     with pytest.raises(ConfigError, match=r"door.reasoning = think: .*special token"):
-        make_house(reasoning="think")
+        make_house(settings(model, reasoning="think"))
 
 
 def test_reasoning_is_content_unless_configured(

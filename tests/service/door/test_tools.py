@@ -42,8 +42,8 @@ def call(name: str, arguments: str) -> str:
 ROME = '{"city": "Rome", "days": 3}'
 
 
-def model_with_tools(directory: Path) -> Path:
-    model = write_model(directory)
+def model_with_tools(directory: Path, positions: int = 8192) -> Path:
+    model = write_model(directory, positions)
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
     return model

@@ -19,7 +19,7 @@ after it would be found in the prefix cache."""
 _THOUGHTS = ("thinking", "redacted_thinking")
 
 
-class Conversation:
+class BlockReader:
     """Messages of a chat template, made from Anthropic's.
 
     Attributes:

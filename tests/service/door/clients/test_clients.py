@@ -1,0 +1,90 @@
+"""Clients that others wrote, in an environment of their own, against a door with a scripted worker.
+
+The worker's answers are scripted, because the clients' parsing is tested: it calls the first tool that it is
+shown, and answers once it has the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ...fakes import EOS, FakeDecode
+from ...inprocess import House, settings
+from ..test_tools import call, model_with_tools
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[3]
+REQUIREMENTS = HERE / "requirements.txt"
+ENVIRONMENT = ROOT / "build" / "clients"
+MODEL = "owner/tiny"
+ARGUMENTS = '{"city": "Rome", "days": 3}'
+CLIENTS = sorted(path.stem.removeprefix("run_") for path in HERE.glob("run_*.py"))
+_PROBE = "httpx==0.28.1"
+_TOOLS, _TOOLS_END = "[tools:", "<tool_call>\n]"
+
+
+class ScriptedDecode(FakeDecode):
+    def _grammar(self, request: Any, job: Any) -> Any:
+        """Choose the script once the prompt is known."""
+        prompt = bytes(
+            number for number in memoryview(request.ids + job.extend_ids).cast("I") if number < 256
+        )
+        form = bool(request.reservation.options.constraint)
+        self.script = [*script_for(prompt.decode(), form).encode(), EOS]
+        return super()._grammar(request, job)
+
+
+def script_for(prompt: str, form: bool) -> str:
+    tools = prompt.partition(_TOOLS)[2].partition(_TOOLS_END)[0]
+    if "[tool:" in prompt or not (tools or form):
+        return "Sunny in Rome."
+    if not tools:
+        return ARGUMENTS
+    function = json.loads(tools)[0]["function"]
+    arguments = ARGUMENTS if function.get("parameters", {}).get("properties") else "{}"
+    return call(function["name"], arguments)
+
+
+@pytest.fixture(scope="module")
+def clients_python() -> Path:
+    """Python of the clients' environment, which is made once for these versions."""
+    python, made = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "requirements.txt"
+    if not made.exists() or made.read_text() != REQUIREMENTS.read_text():
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
+        probe = subprocess.run([*install, _PROBE], capture_output=True, text=True, check=False)
+        if probe.returncode:
+            pytest.skip(f"PyPI cannot be reached: {probe.stderr.strip().splitlines()[-1]}")
+        subprocess.run([*install, "-r", REQUIREMENTS], check=True)
+        made.write_text(REQUIREMENTS.read_text())
+    return python
+
+
+@pytest.fixture
+def house(make_house: Callable[..., House], tmp_path: Path) -> House:
+    model = model_with_tools(tmp_path / "model", positions=1 << 16)
+    house = make_house(settings(model, model_name=MODEL, default_max_tokens=512))
+    house.decode.__class__ = ScriptedDecode
+    return house
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("client", CLIENTS)
+def test_client_works_or_is_refused_in_words(clients_python: Path, client: str, address: str) -> None:
+    command = [clients_python, HERE / f"run_{client}.py", address, MODEL]
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
+    rows = [json.loads(line[5:]) for line in ran.stdout.splitlines() if line.startswith("row: ")]
+    for name, outcome in rows:
+        print(f"{client:14} {name:22} {outcome}")
+    assert rows and not ran.returncode, ran.stderr
+    failed = [f"{name} {outcome}" for name, outcome in rows if outcome.startswith("fails")]
+    assert not failed, "\n".join(failed)
