@@ -116,7 +116,8 @@ class EdgeCall:
                 edge = self.edge
                 exchange.stream = EventStream(exchange.send, progress, edge.named_events, edge.keep_alive)
                 await _stream(reply, splitter, watched, exchange.stream)
-                await exchange.stream.write(edge.ends_with)
+                if edge.ends_with:
+                    await exchange.stream.write(edge.ends_with)
                 await exchange.stream.end()
             else:
                 await exchange.respond(await _answer(reply, splitter, watched))
@@ -128,17 +129,19 @@ class EdgeCall:
         return await work(len(body), lambda _: self.edge.read(body, self.requests.model, owner))
 
     async def _splitter(self, request: GenerateRequest) -> AnswerSplitter:
-        reasoning = form = None
+        reasoning = calls = None
         if self.edge.splits and self.requests.marks_reasoning:
             opening = await asyncio.to_thread(self.requests.generation_prompt, request)
             reasoning = ReasoningSplitter(is_open(opening), trims=request.has_form)
-        if request.tools is not None:
-            form = self.requests.tool_format
-        return AnswerSplitter(reasoning, None if form is None else ToolCallParser(form))
+        form = self.requests.tool_format
+        if request.tools is not None and form is not None:
+            calls = ToolCallParser(form, request.tools)
+        return AnswerSplitter(reasoning, calls)
 
     async def _fail(self, exchange: Exchange, error: DeltafrontError) -> None:
-        if exchange.stream is not None and exchange.stream.started and exchange.reply is not None:
-            await exchange.stream.send_json(exchange.reply.fail(error))
+        events = exchange.reply.fail(error) if exchange.reply is not None else ()
+        if exchange.stream is not None and exchange.stream.started:
+            await exchange.stream.send_json(events)
             await exchange.stream.end()
             return
         content = self.edge.error(error, self.requests.positions, exchange.request_id)

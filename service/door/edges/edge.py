@@ -37,7 +37,7 @@ class EdgeReply(Protocol):
     def end(self, parts: list[AnswerPart], finish: GenerateFinished) -> Iterable[Json]: ...
 
     def fail(self, error: DeltafrontError) -> Iterable[Json]:
-        """End a stream that has begun to be sent."""
+        """Give the answer up, and end a stream that has begun to be sent."""
         ...
 
 

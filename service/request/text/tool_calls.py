@@ -11,11 +11,12 @@ import secrets
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from deltafront.service.request.calls import Tools
 from deltafront.service.request.text.detokenize import overlap
+from deltafront.service.request.text.tool_parameters import ParameterFormat, ParameterReader, parameter_rules
 
 _LENIENT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
 """Options for tools' parameters: llguidance ignores unknown keywords, because tools have all kinds of
@@ -34,6 +35,7 @@ class ToolFormat:
         marker: The text by which a chat template is recognised. trigger: The text before the first call.
             Empty: an answer is either text or calls. between: The text between two calls. first, last: Texts
             around all calls, which then follow one trigger.
+        parameters: How arguments are written if they are no JSON. They end the call, so there is no `tail`.
     """
 
     marker: str
@@ -43,24 +45,47 @@ class ToolFormat:
     between: str
     first: str = ""
     last: str = ""
+    parameters: ParameterFormat | None = None
 
     @cached_property
     def head_pattern(self) -> re.Pattern[str]:
         before, after = (re.escape(part) for part in self.head.split("NAME"))
-        return re.compile(f"{before}([A-Za-z0-9_.-]+){after}")
+        return re.compile(f"{before}([A-Za-z0-9_.-]+){after or '(?=<)'}")
+
+    def arguments(self, tools: Tools, name: str) -> _JsonEnd | ParameterReader:
+        """Return what reads the arguments of a call of this function."""
+        if self.parameters is None:
+            return _JsonEnd()
+        schemas = (one.get("parameters") for one in tools.functions if one["name"] == name)
+        return ParameterReader(self.parameters, next(schemas, None) or {})
 
 
 FORMATS = (
+    ToolFormat(
+        "<parameter=", "<tool_call>", "\n<function=NAME>\n", "", "\n",
+        parameters=ParameterFormat("<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>"),
+    ),
+    ToolFormat(
+        "{function-name}\n<arg_key>", "<tool_call>", "NAME\n", "", "\n",
+        parameters=ParameterFormat("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
+    ),
+    ToolFormat(
+        "{function-name}<arg_key>", "<tool_call>", "NAME", "", "",
+        parameters=ParameterFormat("<arg_key>KEY</arg_key><arg_value>", "</arg_value>", "</tool_call>"),
+    ),
     ToolFormat("[ARGS]", "[TOOL_CALLS]", "NAME[ARGS]", "", ""),
     ToolFormat("[TOOL_CALLS]", "[TOOL_CALLS]", '{"name": "NAME", "arguments": ', "}", ", ", "[", "]"),
     ToolFormat("<tool_call>", "<tool_call>", '\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n"),
     ToolFormat('"parameters": ', "", '{"name": "NAME", "parameters": ', "}", "; "),
-)
-"""Mistral's newer and older, Hermes' and Qwen's, Llama 3's."""
-MARKS = ("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>")
+)  # fmt: skip
+"""Qwen3-Coder's, GLM's from 4.5 and from 4.7, Mistral's newer and older, Hermes' and Qwen's, Llama 3's."""
+MARKS = (
+    "[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+)  # fmt: skip
 """Texts of these formats that are special tokens in some models."""
-_OTHERS = ("<arg_key>", "<function=", "<|channel|>")
-"""Markers of formats that are refused, because arguments are not JSON or calls are not text."""
+_OTHERS = ("<|channel|>",)
+"""Markers of formats that are refused, because calls are not text."""
 
 
 def format_of(template: str) -> ToolFormat | None:
@@ -79,7 +104,8 @@ def tools_grammar(form: ToolFormat, tools: Tools, special: Mapping[str, int], sc
         schema: JSON that an answer without calls follows; None: it is free.
     """
     chosen = [one for one in tools.functions if tools.choice in ("auto", "required", one["name"])]
-    rules = [f"call_{number}: {_call(form, one, special)}" for number, one in enumerate(chosen)]
+    calls = (_call(form, f"call_{number}", one, special) for number, one in enumerate(chosen))
+    rules = [rule for call in calls for rule in call]
     one = " | ".join(f"call_{number}" for number in range(len(chosen)))
     begin = "" if form.first else _words(form.trigger, special)
     more = "" if not tools.parallel else f"({_words(form.between, special)} {begin} call)*"
@@ -105,10 +131,14 @@ def tools_grammar(form: ToolFormat, tools: Tools, special: Mapping[str, int], sc
     return "\n".join(["%llguidance {}", f"start: {start}", *rules])
 
 
-def _call(form: ToolFormat, function: Mapping[str, Any], special: Mapping[str, int]) -> str:
-    schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": _LENIENT}
-    head = _words(form.head.replace("NAME", function["name"]), special)
-    return f"{head} %json {json.dumps(schema)} {_words(form.tail, special)}"
+def _call(form: ToolFormat, name: str, function: Mapping[str, Any], special: Mapping[str, int]) -> list[str]:
+    head, given = _words(form.head.replace("NAME", function["name"]), special), function.get("parameters")
+    if form.parameters is not None:
+        words = partial(_words, special=special)
+        rest, rules = parameter_rules(form.parameters, name, given or {}, _LENIENT, words)
+        return [f"{name}: {head} {rest}", *rules]
+    schema = {"type": "object", **(given or {}), "x-guidance": _LENIENT}
+    return [f"{name}: {head} %json {json.dumps(schema)} {_words(form.tail, special)}"]
 
 
 def _words(text: str, special: Mapping[str, int]) -> str:
@@ -136,12 +166,13 @@ class ToolCallParser:
         calls: Number of calls that have begun.
     """
 
-    def __init__(self, form: ToolFormat) -> None:
+    def __init__(self, form: ToolFormat, tools: Tools) -> None:
         self._form = form
+        self._tools = tools
         self._held = ""
         self._calling: bool | None = None if not form.trigger else False
         """Whether the next text belongs to a call; None before the answer has begun."""
-        self._arguments: _JsonEnd | None = None
+        self._arguments: _JsonEnd | ParameterReader | None = None
         self.calls = 0
 
     def push(self, text: str) -> list[str | CallPart]:
@@ -183,13 +214,13 @@ class ToolCallParser:
         if found is None:
             return None
         self._held, index = self._held[found.end() :], self.calls
-        self._arguments, self.calls = _JsonEnd(), self.calls + 1
+        self._arguments, self.calls = self._form.arguments(self._tools, found[1]), self.calls + 1
         call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
         return CallPart(index, call_id, found[1])
 
-    def _more_arguments(self, arguments: _JsonEnd) -> CallPart | None:
-        length = arguments.find(self._held)
-        taken, self._held = self._held[:length], self._held[length:]
+    def _more_arguments(self, arguments: _JsonEnd | ParameterReader) -> CallPart | None:
+        taken, length = arguments.read(self._held)
+        self._held = self._held[length:]
         if arguments.ended:
             self._arguments = None
         return CallPart(self.calls - 1, arguments=taken) if taken else None
@@ -203,8 +234,12 @@ class _JsonEnd:
         self._quoted = self._escaped = False
         self.ended = False
 
-    def find(self, text: str) -> int:
-        """Return the number of characters of the next text that belong to the object."""
+    def read(self, text: str) -> tuple[str, int]:
+        """Take the next text. Returns the part that belongs to the object, and its length."""
+        length = self._find(text)
+        return text[:length], length
+
+    def _find(self, text: str) -> int:
         for place, character in enumerate(text):
             if self._quoted:
                 closes = character == '"' and not self._escaped

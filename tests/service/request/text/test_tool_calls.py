@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -51,9 +52,11 @@ def written(grammars: Grammars, grammar: str, seed: int, most: int = 600) -> tup
     return data.decode("utf-8", "replace"), state.ended
 
 
-def read(form: ToolFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
+def read(
+    form: ToolFormat, text: str, cuts: list[int], tools: Sequence[Any] = ()
+) -> tuple[str, list[tuple[str, str]]]:
     """Parse an answer in pieces. Return its text and its calls (name, arguments)."""
-    parser, said, calls, start = ToolCallParser(form), "", list[list[str]](), 0
+    parser, said, calls, start = ToolCallParser(form, Tools(tuple(tools))), "", list[list[str]](), 0
     parts = list[str | CallPart]()
     for cut in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         parts += parser.push(text[start:cut])
@@ -78,7 +81,7 @@ def test_required_calls_of_random_tools_validate(
 ) -> None:
     grammar = tools_grammar(form, Tools(tuple(tools), "required", parallel), {}, None)
     text, ended = written(grammars, grammar, seed)
-    said, calls = read(form, text, cuts)
+    said, calls = read(form, text, cuts, tools)
     assert not said.strip() and calls
     assert parallel or len(calls) == 1
     known = {tool["name"]: tool["parameters"] for tool in tools}
@@ -88,12 +91,12 @@ def test_required_calls_of_random_tools_validate(
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"<tool_call>"}}\n</tool_call>'
 TEXTS = [
-    (2, f"Let me see.\n{HERMES}\n{HERMES}", "Let me see.", 2),
-    (2, "a < b <tool <tool_cal", "a < b <tool <tool_cal", 0),
-    (1, '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {"a": "]"}}]', "", 2),
-    (0, "Now[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]f[ARGS]{}", "Now", 2),
-    (3, '{"name": "f", "parameters": {"a": "x"}}', "", 1),
-    (3, 'No. {"name": "f", "parameters": {}}', 'No. {"name": "f", "parameters": {}}', 0),
+    (5, f"Let me see.\n{HERMES}\n{HERMES}", "Let me see.", 2),
+    (5, "a < b <tool <tool_cal", "a < b <tool <tool_cal", 0),
+    (4, '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {"a": "]"}}]', "", 2),
+    (3, "Now[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]f[ARGS]{}", "Now", 2),
+    (6, '{"name": "f", "parameters": {"a": "x"}}', "", 1),
+    (6, 'No. {"name": "f", "parameters": {}}', 'No. {"name": "f", "parameters": {}}', 0),
 ]
 
 
@@ -134,7 +137,7 @@ def test_call_of_an_unknown_tool_cannot_be_written(grammars: Grammars, form: Too
 
 def test_answer_without_calls_follows_its_schema(grammars: Grammars) -> None:
     tool = {"name": "f", "parameters": {}}
-    for form in FORMATS[1:3]:
+    for form in FORMATS[4:6]:
         grammar = tools_grammar(form, Tools((tool,)), {}, '{"const": 5}')
         assert allowed(grammars.begin(grammar)) == sorted({ord("5"), ord(form.trigger[0])})
 
@@ -142,4 +145,91 @@ def test_answer_without_calls_follows_its_schema(grammars: Grammars) -> None:
 def test_recognises_the_tool_format_by_the_template() -> None:
     assert [format_of(f"{{% if tools %}}{form.marker}{{% endif %}}") for form in FORMATS] == [*FORMATS]
     assert format_of("{{ messages }}") is None
-    assert format_of("{% if tools %}<tool_call><arg_key>{% endif %}") is None
+    assert format_of("{% if tools %}<tool_call><|channel|>{% endif %}") is None
+
+
+TRIP = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "maximum": 99},
+        "unit": {"enum": ["C", "F"]},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "stops": {"type": "array", "items": {"type": "string"}},
+        "hotel": {"$ref": "#/$defs/Hotel"},
+    },
+    "required": ["city", "days"],
+    "$defs": {"Hotel": {"type": "object", "properties": {"stars": {"type": "integer"}}}},
+}
+FUNCTION = {"name": "plan", "parameters": TRIP}
+VALUES = st.fixed_dictionaries(
+    {
+        "city": st.sampled_from(["", "Rome", 'a "b"\n\n</par', "<tool_call>é</arg_val"]),
+        "days": st.integers(0, 99),
+    },
+    optional={
+        "unit": st.sampled_from(["C", "F"]),
+        "note": st.sampled_from([None, "long\nnote"]),
+        "stops": st.lists(st.sampled_from(["x", "<"]), max_size=2),
+        "hotel": st.just({"stars": 3}),
+    },
+)
+BY_PARAMETERS = pytest.mark.parametrize("form", FORMATS[:3], ids=["qwen3-coder", "glm-4.5", "glm-4.7"])
+
+
+def rendered(form: ToolFormat, name: str, arguments: dict[str, Any]) -> str:
+    """Write a call as the models' templates do: texts as they are, and other values as JSON."""
+    assert form.parameters is not None
+    call = form.trigger + form.head.replace("NAME", name)
+    for key, value in arguments.items():
+        said = value if isinstance(value, str) else json.dumps(value)
+        call += form.parameters.key.replace("KEY", key) + said + form.parameters.end
+    return call + form.parameters.tail
+
+
+@BY_PARAMETERS
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(arguments=VALUES, cuts=st.lists(st.integers(0, 999), max_size=12))
+def test_parameters_are_followed_and_read_as_json(
+    grammars: Grammars, form: ToolFormat, arguments: dict[str, Any], cuts: list[int]
+) -> None:
+    ordered = {key: arguments[key] for key in TRIP["properties"] if key in arguments}  # type: ignore[attr-defined]
+    call = rendered(form, "plan", ordered)
+    text = f"Now.\n{call}{form.between}{call}"
+    said, calls = read(form, text, cuts, [FUNCTION])
+    assert said.strip() == "Now."
+    assert [(name, json.loads(given)) for name, given in calls] == [("plan", ordered)] * 2
+    state = grammars.begin(tools_grammar(form, Tools((FUNCTION,)), {}, None), [*text.encode()])
+    assert state.ended or EOS in allowed(state)
+
+
+@BY_PARAMETERS
+@pytest.mark.parametrize(
+    "wrong", [{"city": "Rome", "days": 100}, {"days": 1}, {"city": "a", "days": 1, "x": 1}]
+)
+def test_parameters_beside_the_schema_cannot_be_written(
+    grammars: Grammars, form: ToolFormat, wrong: dict[str, Any]
+) -> None:
+    grammar = tools_grammar(form, Tools((FUNCTION,), "required"), {}, None)
+    with pytest.raises(GrammarError):
+        grammars.begin(grammar, [*rendered(form, "plan", wrong).encode()])
+
+
+EXAMPLES = [
+    "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n"
+    "<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\n"
+    "multiple lines\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n"
+    "<arg_key>{arg-key-2}</arg_key>\n<arg_value>{arg-value-2}</arg_value>\n</tool_call>",
+    "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>"
+    "<arg_key>{arg-key-2}</arg_key><arg_value>{arg-value-2}</arg_value></tool_call>",
+]
+"""As the models' own chat templates describe calls."""
+
+
+@pytest.mark.parametrize(("form", "example"), zip(FORMATS[:3], EXAMPLES, strict=True))
+def test_examples_of_the_models_templates_are_read(form: ToolFormat, example: str) -> None:
+    text = example.replace("{function-name}", "f").replace("example_function_name", "f")
+    (call,) = read(form, text, list(range(len(text))))[1]
+    assert call[0] == "f" and len(json.loads(call[1])) == 2

@@ -1,0 +1,149 @@
+"""Calls whose arguments are no JSON, but one marked parameter after the other, with texts as they are.
+
+Qwen3-Coder and GLM write them so. The grammar has a function's parameters in the order of its schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from deltafront.service.request.text.detokenize import overlap
+
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ParameterFormat:
+    """How a model writes parameters: `key`, which has KEY in it, the value, `end`; `tail` ends the call."""
+
+    key: str
+    end: str
+    tail: str
+
+    @cached_property
+    def key_pattern(self) -> re.Pattern[str]:
+        before, after = (re.escape(part) for part in self.key.split("KEY"))
+        return re.compile(f"{before}(.+?){after}")
+
+
+def parameter_rules(
+    form: ParameterFormat, name: str, schema: Schema, options: Schema, words: Callable[[str], str]
+) -> tuple[str, list[str]]:
+    """Make Lark for a function's parameters and the tail of its call.
+
+    Args:
+        name: Begins the names of rules.
+        schema: The function's parameters.
+        options: llguidance's, for values in JSON.
+        words: Writes a text in Lark.
+
+    Returns:
+        What follows the call's head, and the rules that it names.
+    """
+    sequence, rules = list[str](), list[str]()
+    required = schema.get("required") or ()
+    for number, (key, value) in enumerate((schema.get("properties") or {}).items()):
+        rule = f"{name}_{number}"
+        sequence.append(rule if key in required else f"{rule}?")
+        rules.append(f"{rule}: {words(form.key.replace('KEY', key))} {rule}_value")
+        if _is_text(value):
+            choices = value.get("enum") if isinstance(value, Mapping) else None
+            if choices:
+                said = " | ".join(json.dumps(choice) for choice in choices)
+                rules.append(f"{rule}_value: ({said}) {words(form.end)}")
+            else:
+                rules.append(rf"{rule}_value[lazy]: /(.|\n)*/ {words(form.end)}")
+        else:
+            inner = {**value} if isinstance(value, Mapping) else {}
+            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            whole = json.dumps({**shared, **inner, "x-guidance": dict(options)})
+            rules.append(f"{rule}_value: %json {whole} {words(form.end)}")
+    return " ".join([*sequence, words(form.tail)]), rules
+
+
+def _is_text(schema: object) -> bool:
+    """Say whether a value is written as it is, without quotes."""
+    if not isinstance(schema, Mapping):
+        return False
+    choices = schema.get("enum")
+    if choices:
+        return all(isinstance(choice, str) for choice in choices)
+    forms = [schema, *(schema.get("anyOf") or ())]
+    kinds = [kind for form in forms if isinstance(form, Mapping) for kind in _list(form.get("type"))]
+    return "string" in kinds
+
+
+def _list(kind: object) -> list[object]:
+    return list(kind) if isinstance(kind, list) else [kind]
+
+
+def _may_be_null(schema: object) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") != "string" and not schema.get("enum")
+
+
+class ParameterReader:
+    """Turns a call's parameters, which come in pieces, into a JSON object. `ended`: its tail was read."""
+
+    def __init__(self, form: ParameterFormat, schema: Schema) -> None:
+        self._form = form
+        self._properties: Schema = schema.get("properties") or {}
+        self._key: str | None = None
+        self._count = 0
+        self._begun = self._quoted = False
+        self.ended = False
+
+    def read(self, text: str) -> tuple[str, int]:
+        """Take the next text. Returns what it adds to the object, and how many characters were read."""
+        added, at = [] if self._begun else ["{"], 0
+        self._begun = True
+        while not self.ended:
+            found = self._begin(text[at:]) if self._key is None else self._go_on(self._key, text[at:])
+            if found is None:
+                break
+            added.append(found[0])
+            at += found[1]
+        return "".join(added), at
+
+    def _begin(self, text: str) -> tuple[str, int] | None:
+        if text.startswith(self._form.tail):
+            self.ended = True
+            return "}", len(self._form.tail)
+        match = self._form.key_pattern.match(text)
+        if match is None:
+            return None
+        self._key, self._count = match[1], self._count + 1
+        return f"{', ' if self._count > 1 else ''}{json.dumps(match[1])}: ", match.end()
+
+    def _go_on(self, key: str, text: str) -> tuple[str, int] | None:
+        schema = self._properties.get(key)
+        value, end, _ = text.partition(self._form.end)
+        if end:
+            self._key = None
+            return self._last(value, schema), len(value) + len(end)
+        ready = len(text) - overlap(text, self._form.end)
+        if not ready or not _is_text(schema) or _may_be_null(schema):
+            return None
+        quote, self._quoted = "" if self._quoted else '"', True
+        return quote + _escaped(text[:ready]), ready
+
+    def _last(self, value: str, schema: object) -> str:
+        """Return a value's end, or the whole of it."""
+        if self._quoted:
+            self._quoted = False
+            return _escaped(value) + '"'
+        if _is_text(schema) and not (value == "null" and _may_be_null(schema)):
+            return json.dumps(value, ensure_ascii=False)
+        try:
+            json.loads(value)
+        except (ValueError, RecursionError):
+            return json.dumps(value, ensure_ascii=False)
+        return value
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
