@@ -110,10 +110,10 @@ class HttpDoor:
             "StoredResponse", headers, request_id=request_id_of(request), counted=False
         )
         async with accepting as accepted:
-            owner = accepted.caller.owner
+            stored = self._store.get(number, accepted.caller.owner)
             if request.method != "DELETE":
-                return JSONResponse(self._store.get(number, owner).response)
-            self._store.delete(number, owner)
+                return JSONResponse(stored.response)
+            self._store.drop(number)
         return JSONResponse({"id": number, "object": "response", "deleted": True})
 
     async def _models(self, request: Request) -> Response:

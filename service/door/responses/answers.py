@@ -16,9 +16,8 @@ from deltafront.service.door.openai.answers import report
 from deltafront.service.door.openai.errors import RENAMED, error_body
 from deltafront.service.door.openai.tools import read_arguments
 from deltafront.service.door.reasoning import AnswerPart
-from deltafront.service.door.responses.items import append
 from deltafront.service.door.responses.requests import AskedResponse, read_response
-from deltafront.service.door.responses.store import ResponseStore, StoredResponse, size_of
+from deltafront.service.door.responses.store import ResponseStore
 from deltafront.service.errors import DeltafrontError, InvalidArgument
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.messages.events import FinishReason, Token, Usage
@@ -69,14 +68,14 @@ class ResponseReply:
 
     def __init__(self, asked: AskedResponse, context: ReplyContext, store: ResponseStore, owner: str) -> None:
         fields = asked.fields
-        self._messages = asked.messages
-        self._context, self._store, self._owner = context, store, owner
-        self._keeps = fields.store and store.max_bytes > 0
+        self._context, self._store = context, store
         self._number = uuid.uuid4().hex
+        number = f"resp_{self._number}"
+        self._keeps = fields.store and store.begin(number, owner, asked.messages)
         self._blocks = Blocks()
         self._events = 0
         self._head: Json = {
-            "id": f"resp_{self._number}",
+            "id": number,
             "object": "response",
             "created_at": int(time.time()),
             "model": context.model,
@@ -123,6 +122,7 @@ class ResponseReply:
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def fail(self, error: DeltafrontError) -> list[Json]:
+        self._store.drop(self._head["id"])
         begun = [] if self._events else self._begin()
         said = error_body(error, NAMES, self._context.positions)["error"]
         problem = {"code": said["code"] or "server_error", "message": said["message"]}
@@ -142,18 +142,14 @@ class ResponseReply:
         response = self._response(status, output, incomplete_details=details, usage=self._usage(finish.usage))
         response |= report(finish)
         if self._keeps:
-            self._keep(response)
+            self._store.complete(response["id"], response, [self._message()])
         return response
 
-    def _keep(self, response: Json) -> None:
-        """Store the response. What an answer says may be nothing; a call that was cut is left out."""
+    def _message(self) -> Json:
+        """Return the answer as a message. It may say nothing; a call that was cut is left out."""
         text = "\n".join(block.text for block in self._blocks.blocks if block.kind is BlockKind.TEXT)
         calls = [call for block in self._blocks.blocks for call in _calls_of(block)]
-        called = {"tool_calls": calls} if calls else {}
-        messages = [*self._messages]
-        append(messages, {"role": "assistant", "content": text, **called})
-        size = size_of(messages) + size_of(response)
-        self._store.put(response["id"], StoredResponse(self._owner, response, tuple(messages), size))
+        return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
 
     def _response(self, status: str, output: list[Json], **more: Any) -> Json:
         end = {"error": None, "incomplete_details": None, "usage": None, **more}

@@ -28,65 +28,78 @@ class UnknownResponse(NamedNotFound):
         )
 
 
-@dataclass(frozen=True)
-class StoredResponse:
-    """A response with its conversation. `size`: bytes that both take, whatever they share with others."""
-
-    owner: str
-    response: Mapping[str, Any]
-    messages: tuple[Mapping[str, Any], ...] = ()
-    size: int = 0
+Message = Mapping[str, Any]
 
 
 @dataclass
-class _Entry:
-    stored: StoredResponse
+class StoredResponse:
+    """A conversation up to a response, which is None until it is complete. `size`: bytes of both, whatever
+    they share with others."""
+
+    owner: str
+    messages: Sequence[Message]
     expires: float
+    size: int
+    response: Mapping[str, Any] | None = None
 
 
 class ResponseStore:
-    """Stores responses of at most `max_bytes` together, and gives up the oldest first. Thread-safe."""
+    """Stores conversations of at most `max_bytes` together, and gives up the oldest first. Thread-safe.
+
+    A conversation enters it before its answer begins, so that running requests are within the bound, too.
+    """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.max_bytes = max_bytes
+        self._max_bytes = max_bytes
         self._clock = clock
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
         self._lock = threading.Lock()
         self.size = 0
 
-    def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response, unless it is larger than the store."""
+    def begin(self, response_id: str, owner: str, messages: Sequence[Message]) -> bool:
+        """Keep a conversation for a response to come. Returns False if it is larger than the store."""
+        size = size_of(messages)
         with self._lock:
-            if stored.size > self.max_bytes:
-                return
-            self._entries[response_id] = _Entry(stored, self._clock() + KEPT_S)
-            self.size += stored.size
+            if size > self._max_bytes:
+                return False
+            self._entries[response_id] = StoredResponse(owner, messages, self._clock() + KEPT_S, size)
+            self.size += size
             self._evict()
+        return True
+
+    def complete(self, response_id: str, response: Mapping[str, Any], messages: Sequence[Message]) -> None:
+        """Add a response and its messages, unless its conversation had to go meanwhile."""
+        size = size_of(response) + size_of(messages)
+        with self._lock:
+            if (entry := self._entries.get(response_id)) is not None:
+                entry.response, entry.messages = response, [*entry.messages, *messages]
+                entry.size += size
+                self.size += size
+                self._evict()
 
     def get(self, response_id: str, owner: str) -> StoredResponse:
-        """Return a response of this caller. Raises UnknownResponse."""
+        """Return a complete response of this caller. Raises UnknownResponse."""
         with self._lock:
             self._evict()
             entry = self._entries.get(response_id)
-        if entry is None or entry.stored.owner != owner:
+        if entry is None or entry.owner != owner or entry.response is None:
             raise UnknownResponse(response_id)
-        return entry.stored
+        return entry
 
-    def delete(self, response_id: str, owner: str) -> None:
-        """Forget a response of this caller. Raises UnknownResponse."""
-        self.get(response_id, owner)
+    def drop(self, response_id: str) -> None:
         with self._lock:
             entry = self._entries.pop(response_id, None)
-            self.size -= 0 if entry is None else entry.stored.size
+            self.size -= 0 if entry is None else entry.size
 
     def _evict(self) -> None:
         """Give up what is too much or too old."""
         now = self._clock()
-        while self._entries and (
-            self.size > self.max_bytes or next(iter(self._entries.values())).expires <= now
-        ):
-            _, entry = self._entries.popitem(last=False)
-            self.size -= entry.stored.size
+        while self._entries:
+            first = next(iter(self._entries.values()))
+            if self.size <= self._max_bytes and first.expires > now:
+                break
+            self._entries.popitem(last=False)
+            self.size -= first.size
 
 
 def size_of(value: object) -> int:

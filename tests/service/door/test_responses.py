@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from deltafront.service.door.responses.answers import ResponseReply
-from deltafront.service.door.responses.store import KEPT_S, ResponseStore, StoredResponse, UnknownResponse
+from deltafront.service.door.responses.store import KEPT_S, ResponseStore, UnknownResponse, size_of
 
 from ..inprocess import House, settings
 from .openai_calls import JSON, MODEL, Open
@@ -234,22 +234,36 @@ def test_paths_beside_responses_say_what_is_served(address: str) -> None:
 
 
 def test_store_gives_up_the_oldest_by_bytes_and_age() -> None:
-    now = [0.0]
-    store = ResponseStore(1000, lambda: now[0])
-    for number in range(50_000):
-        store.put(f"r{number}", StoredResponse("", {"n": number}, (), 100))
-        assert store.size <= 1000
-    kept = [number for number in range(49_980, 50_000) if _has(store, f"r{number}")]
-    assert kept == list(range(49_990, 50_000))
-    store.put("large", StoredResponse("", {}, (), 1001))
-    assert not _has(store, "large") and _has(store, "r49990")
+    now, said = [0.0], [{"role": "user", "content": "x" * 1000}]
+    size = 2 * size_of(said) + size_of({})
+    store = ResponseStore(10 * size, lambda: now[0])
+    for number in range(20_000):
+        assert store.begin(f"r{number}", "", said)
+        store.complete(f"r{number}", {}, said)
+        assert store.size <= 10 * size
+    assert [number for number in range(20_000) if has(store, number)] == list(range(19_990, 20_000))
+    assert not store.begin("large", "", [{"content": "x" * 11 * size}])
+    store.drop("r19995")
+    assert store.size == 9 * size and not has(store, 19_995)
     now[0] = KEPT_S
-    assert not _has(store, "r49999") and store.size == 0
+    assert not has(store, 19_999) and store.size == 0
 
 
-def _has(store: ResponseStore, number: str) -> bool:
+def test_running_response_is_bounded_but_not_yet_there() -> None:
+    said = [{"role": "user", "content": "x" * 1000}]
+    store = ResponseStore(2 * size_of(said))
+    for number in range(3):
+        assert store.begin(f"r{number}", "", said)
+        assert not has(store, number)
+    store.complete("r0", {}, [])
+    assert not has(store, 0), "it had to go meanwhile"
+    store.drop("r1")
+    store.complete("r2", {}, [])
+    assert has(store, 2)
+
+
+def has(store: ResponseStore, number: int) -> bool:
     try:
-        store.get(number, "")
+        return store.get(f"r{number}", "").messages != []
     except UnknownResponse:
         return False
-    return True
