@@ -56,8 +56,8 @@ class ToolFormat:
         """Return what reads the arguments of a call of this function."""
         if self.parameters is None:
             return _JsonEnd()
-        schemas = (one.get("parameters") for one in tools.functions if one["name"] == name)
-        return ParameterReader(self.parameters, next(schemas, None) or {})
+        schemas = {function["name"]: function.get("parameters") for function in tools.functions}
+        return ParameterReader(self.parameters, schemas.get(name) or {})
 
 
 FORMATS = (
