@@ -182,7 +182,7 @@ def test_form_of_output_config_is_followed(address: str) -> None:
     assert json.loads(answer["content"][0]["text"]).keys() == {"city", "days"}
 
 
-def test_what_claude_code_sends_is_taken(address: str, house: House) -> None:
+def test_fields_of_claude_code_are_taken(address: str, house: House) -> None:
     message(
         address,
         metadata={"user_id": "u"},

@@ -228,7 +228,7 @@ EXAMPLES = [
 """As the models' own chat templates describe calls."""
 
 
-@pytest.mark.parametrize(("form", "example"), zip(FORMATS[:3], EXAMPLES, strict=True))
+@pytest.mark.parametrize(("form", "example"), [*zip(FORMATS[:3], EXAMPLES, strict=True)])
 def test_examples_of_the_models_templates_are_read(form: ToolFormat, example: str) -> None:
     text = example.replace("{function-name}", "f").replace("example_function_name", "f")
     (call,) = read(form, text, list(range(len(text))))[1]
