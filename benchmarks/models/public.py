@@ -385,6 +385,52 @@ SERVED = (
         ),
         300.0,
     ),
+    Public(
+        "bigcode/starcoder2-3b",
+        _config("Starcoder2", 30, 3072, 12288, 24, 2, 49152, 16384, sliding_window=4096, rope_theta=999999),
+        3.03,
+    ),
+    Public(
+        "bigcode/starcoder2-7b",
+        _config("Starcoder2", 32, 4608, 18432, 36, 4, 49152, 16384, sliding_window=4096, rope_theta=1e6),
+        7.17,
+    ),
+    Public(
+        "CohereLabs/c4ai-command-r-v01",
+        _config("Cohere", 40, 8192, 22528, 64, 64, 256000, 8192, rope_theta=8e6, use_qk_norm=False),
+        35.0,
+    ),
+    Public(
+        "CohereLabs/c4ai-command-r7b-12-2024",
+        _config("Cohere2", 32, 4096, 14336, 32, 8, 256000, 132096, rope_theta=5e4, logit_scale=0.25),
+        8.03,
+    ),
+    Public(
+        "CohereLabs/c4ai-command-a-03-2025",
+        _config("Cohere2", 64, 12288, 36864, 96, 8, 256000, 131072, rope_theta=5e4, logit_scale=0.25),
+        111.0,
+    ),
+    Public(
+        "swiss-ai/Apertus-8B-Instruct-2509",
+        _config("Apertus", 32, 4096, 21504, 32, 8, 131072, 65536, hidden_act="xielu", **_llama3(8.0, 12e6)),
+        8.05,
+    ),
+    Public(
+        "swiss-ai/Apertus-70B-Instruct-2509",
+        _config("Apertus", 80, 8192, 43008, 64, 8, 131072, 65536, hidden_act="xielu", **_llama3(8.0, 12e6)),
+        70.6,
+    ),
+    Public(
+        "tencent/Hunyuan-7B-Instruct",
+        _config(
+            *("HunYuanDenseV1", 32, 4096, 14336, 32, 8, 128167, 32768),
+            head_dim=128,
+            use_qk_norm=True,
+            rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0},
+            **_TIED,
+        ),
+        7.5,
+    ),
 )
 
 _EXPERTS = "a mixture of experts"
@@ -436,11 +482,6 @@ REFUSED = (
         "ibm-granite/granite-4.0-h-small",
         _config("GraniteMoeHybrid", num_local_experts=72, mamba_d_state=128),
         reason=f"{_EXPERTS}, state-space layers",
-    ),
-    Public(
-        "CohereForAI/c4ai-command-r-v01",
-        _config("Cohere", layer_norm_eps=1e-5),
-        reason="LayerNorms",
     ),
     Public("nvidia/Minitron-4B-Base", _config("Nemotron", norm_eps=1e-5), reason="LayerNorms"),
     Public("microsoft/phi-2", _config("Phi", layer_norm_eps=1e-5), reason="LayerNorms"),

@@ -10,7 +10,8 @@ from deltafront.workers.model.families.family import Family, GgufNames
 from deltafront.workers.model.families.gemma3 import GEMMA3
 from deltafront.workers.model.families.glm import GLM, GLM4, GLM4_MOE
 from deltafront.workers.model.families.granite import GRANITE, GRANITE4
-from deltafront.workers.model.families.llama import ARCEE, LLAMA, PHI3, SEED_OSS, SMOLLM3
+from deltafront.workers.model.families.layer_norms import COHERE, COHERE2, STARCODER2
+from deltafront.workers.model.families.llama import APERTUS, ARCEE, HUNYUAN, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from deltafront.workers.model.families.mistral import MINISTRAL3, MISTRAL
 from deltafront.workers.model.families.mixtral import MINIMAX_M2, MIXTRAL
 from deltafront.workers.model.families.olmo2 import OLMO2, OLMO3
@@ -20,6 +21,7 @@ _OURS = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
     *(GRANITE4, GLM, GLM4, GLM4_MOE, EXAONE, EXAONE4, ARCEE, GEMMA3, OLMO3),
     *(MIXTRAL, QWEN2_MOE, MINIMAX_M2, ERNIE4_5, ERNIE4_5_MOE),
+    *(STARCODER2, COHERE, COHERE2, APERTUS, HUNYUAN),
 )
 
 FAMILIES: dict[str, Family] = {}

@@ -9,15 +9,19 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from deltafront.service.cli.size import SHAPES
+from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.layer_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
 from deltafront.workers.model.layer_shares import LayerShare, balanced
+from deltafront.workers.model.weights.stack_weights import StackSpec
 
 
 def shape(layers: int, hidden: int, intermediate: int, vocab: int) -> ModelConfig:
@@ -158,3 +162,19 @@ def test_gives_the_last_stage_fewer_layers_for_a_large_output_head() -> None:
     light, heavy = shape(12, 64, 128, 1000).split(3), shape(12, 64, 128, 40_000_000).split(3)
     assert [len(part.layers) for part in light] == [4, 4, 4]
     assert len(heavy[-1].layers) < len(heavy[0].layers)
+
+
+def test_parallel_layers_are_not_cut_within() -> None:
+    parallel, weights = replace(shape(8, 64, 96, 211), parallel=True), cast(Any, None)
+    assert all(share.layers == share.mlps for share in parallel.split(3))
+    spec = StackSpec(
+        config=parallel,
+        layers=range(2, 4),
+        mlps=range(1, 4),
+        embedding=False,
+        head=False,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(ModelError, match="cannot be cut within"):
+        LayerStack(spec, weights)

@@ -15,20 +15,17 @@ import torch
 import torch.nn.functional as F
 
 from deltafront.kernels.interface import Phase, no_phase
+from deltafront.kernels.layers.fp8 import Fp8Rows
 from deltafront.kernels.layers.norm import LinearInput, add_norm
 from deltafront.kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
 from deltafront.workers.model.decoder.rope_angles import Rope
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
+from deltafront.workers.model.weights.layer_weights import AttentionWeights, LayerNorm, MlpWeights, Norm
 from deltafront.workers.model.weights.mixture_weights import MixtureWeights
 from deltafront.workers.model.weights.projections import Fp8Linear, Linear
-from deltafront.workers.model.weights.stack_weights import (
-    AttentionWeights,
-    MlpWeights,
-    StackSpec,
-    StackWeights,
-)
+from deltafront.workers.model.weights.stack_weights import StackSpec, StackWeights
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(layer, q_THD, k_TGD, v_TGD) returns out_THD, for callers without a KV cache. q and k are rotated."""
@@ -61,11 +58,14 @@ class Residual:
     """The residual stream, and the update that the next norm adds to it.
 
     With several ranks, each rank holds a part of the update. The next norm sums these parts.
+
+    `normed` is the input of a layer's attention, if its MLP has the same.
     """
 
     hidden_TC: torch.Tensor
     update_TC: torch.Tensor | None = None
     collectives: Collectives = SINGLE_RANK
+    normed: LinearInput | None = None
 
     def total(self) -> torch.Tensor:
         if self.update_TC is None:
@@ -77,6 +77,7 @@ class Residual:
         if first:
             self.hidden_TC = self.hidden_TC[first:]
             self.update_TC = None if self.update_TC is None else self.update_TC[first:]
+            self.normed = None if self.normed is None else rows_from(self.normed, first)
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,16 @@ class DecoderLayer:
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
         """Compute q, k and v from the normed residual. Returns rotated q_THD, and writes K and V to `kv`."""
         weights, config = self._attention, self.config
-        qkv_TO = weights.qkv(norm_of(residual, weights.input_norm_C, config.rms_eps, weights.qkv.quantised))
+        normed = norm_of(residual, weights.input_norm, config.rms_eps, weights.qkv.quantised)
+        if config.parallel:
+            residual.normed = normed
+        qkv_TO = weights.qkv(normed)
         if config.qk_norm_all_heads and weights.qk_norm_JD is not None:
             _norm_all_heads(qkv_TO, weights.qk_norm_JD.flatten(), config, self.collectives)
             return self._rotated(qkv_TO, angles, None, kv)
         norm = None if weights.qk_norm_JD is None else HeadNorm(weights.qk_norm_JD, config.rms_eps)
-        return self._rotated(qkv_TO, angles, norm, kv)
+        q_THD, scale_D = self._rotated(qkv_TO, angles, norm, kv), weights.q_scale_D
+        return q_THD if scale_D is None else (q_THD * scale_D).to(q_THD.dtype)
 
     def _rotated(
         self, qkv_TO: torch.Tensor, angles: Angles, norm: HeadNorm | None, kv: KVRows
@@ -118,11 +123,19 @@ class DecoderLayer:
             assert isinstance(normed, torch.Tensor)
             self._update(residual, weights(normed), weights.output_norm_C)
         elif weights is not None:
-            up = weights.gate_up
-            normed = norm_of(residual, weights.input_norm_C, eps, up.quantised)
-            activate = {"silu": up.gated, "gelu_pytorch_tanh": up.gelu_gated, "relu2": up.squared}
-            active = activate[self.config.activation](normed)
-            self._update(residual, weights.down(active), weights.output_norm_C)
+            shared, residual.normed = residual.normed, None
+            if shared is not None and residual.update_TC is not None:
+                residual.update_TC = residual.update_TC + weights.down(self._active(weights, shared))
+                return
+            normed = norm_of(residual, weights.input_norm, eps, weights.gate_up.quantised)
+            self._update(residual, weights.down(self._active(weights, normed)), weights.output_norm_C)
+
+    def _active(self, weights: MlpWeights, normed: LinearInput) -> LinearInput:
+        up = weights.gate_up
+        if weights.activation is not None:
+            return up.activated(normed, weights.activation)
+        activate = {"silu": up.gated, "gelu_pytorch_tanh": up.gelu_gated, "relu2": up.squared}
+        return activate[self.config.activation](normed)
 
     def _update(self, residual: Residual, update_TC: torch.Tensor, weight_C: torch.Tensor | None) -> None:
         """Store the update of attention or MLP. If weight_C is given, first sum the update over ranks and
@@ -146,6 +159,12 @@ class DecoderLayer:
         return self.attention
 
 
+def rows_from(rows: LinearInput, first: int) -> LinearInput:
+    if isinstance(rows, torch.Tensor):
+        return rows[first:]
+    return Fp8Rows(rows.values_TI[first:], rows.scale_T1[first:])
+
+
 def _norm_all_heads(
     qkv_TO: torch.Tensor, weight_O: torch.Tensor, config: ModelConfig, collectives: Collectives
 ) -> None:
@@ -166,14 +185,14 @@ def _norm_all_heads(
         part_TO.copy_(normed_TO)
 
 
-def norm_of(residual: Residual, weight_C: torch.Tensor | None, eps: float, quantised: bool) -> LinearInput:
-    """Add the update to the residual, and return the normed residual, quantised if `quantised`. If weight_C
-    is None, return the residual itself."""
-    if weight_C is None:
+def norm_of(residual: Residual, norm: Norm | None, eps: float, quantised: bool) -> LinearInput:
+    """Add the update to the residual, and return the normed residual, quantised if `quantised`. If there is
+    no norm, return the residual itself."""
+    if norm is None or isinstance(norm, LayerNorm):
         residual.hidden_TC, residual.update_TC = residual.total(), None
-        return residual.hidden_TC
+        return residual.hidden_TC if norm is None else norm(residual.hidden_TC, eps, quantised)
     sum_TC, normed = residual.collectives.add_norm(
-        residual.hidden_TC, residual.update_TC, weight_C, eps, quantised
+        residual.hidden_TC, residual.update_TC, norm, eps, quantised
     )
     residual.hidden_TC, residual.update_TC = sum_TC, None
     return normed
@@ -196,6 +215,8 @@ class LayerStack:
         before, after = layers.start - mlps.start, layers.stop - mlps.stop
         if mlps.step != 1 or mlps.start < 0 or before not in (0, 1) or after not in (0, 1):
             raise ModelError(f"MLPs of layers {mlps} do not go with the attention of layers {layers}")
+        if spec.config.parallel and layers != mlps:
+            raise ModelError(f"layers {layers} cannot be cut within: attention and MLP have one input")
         self.config = config = spec.config.of_rank(spec.ranks)
         self.collectives = collectives
         self.layers = layers
@@ -321,10 +342,10 @@ class LayerStack:
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
         """Return float32 logits_TV."""
-        if self._weights.head is None or self._weights.final_norm_C is None:
+        if self._weights.head is None or self._weights.final_norm is None:
             raise ModelError("this stack has no LM head: only the last stage gives logits")
         head = self._weights.head
-        normed = norm_of(Residual(hidden_TC), self._weights.final_norm_C, self.config.rms_eps, head.quantised)
+        normed = norm_of(Residual(hidden_TC), self._weights.final_norm, self.config.rms_eps, head.quantised)
         logits_TV = self.collectives.gather(head(normed))[:, : self.config.vocab].float()
         scale = self.config.logit_scale
         return logits_TV if scale == 1.0 else logits_TV * scale

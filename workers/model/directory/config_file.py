@@ -7,7 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deltafront.workers.model.directory.layer_config import read_mixture, read_windows, unrotated_layers
+from deltafront.workers.model.directory.layer_config import (
+    layers_without_windows,
+    read_mixture,
+    read_windows,
+    unrotated_layers,
+)
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import (
     ModelError,
@@ -42,7 +47,7 @@ _MISTRAL_WINDOW = 4096
 """Architecture, layers, widths and KV heads of Mistral 7B v0.1's GGUF files, and the model's sliding
 window."""
 
-_MULTIPLIERS = ("_multiplier", "_scaling")
+_MULTIPLIERS = ("_multiplier", "_scaling", "logit_scale")
 
 
 def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -108,8 +113,8 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
     }
     if family.scales_by_width:
         fields["embedding_scale"] = hidden**0.5
-    if family.rotates_windows_alone and sliding:
-        fields["unrotated_layers"] = tuple(layer for layer in range(layers) if layer not in sliding)
+    if family.rotates_windows_alone and raw.get("sliding_window"):
+        fields["unrotated_layers"] = layers_without_windows(raw, family, layers)
     config = ModelConfig(**fields | dict(family.fixed))
     _refuse_uneven_heads(config)
     if mixture is not None and (config.mlp_bias or not config.is_gated):
@@ -157,6 +162,9 @@ def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
                 f"{' or '.join(repr(value) for value in served if value is not None)} "
                 f"(it has {', '.join(unserved_features(raw)) or 'something else'})"
             )
+    for key in family.needs:
+        if raw.get(key) is None:
+            raise ModelError(f"config.json: {key} is missing, which {family.architecture} needs")
     act = raw.get("hidden_act", family.hidden_act)
     if act != family.hidden_act:
         raise ModelError(f"activation {act!r} is not supported, only {family.hidden_act!r}")
@@ -192,7 +200,7 @@ def _multipliers(raw: Mapping[str, Any], head_dim: int) -> dict[str, float]:
         "rms_eps": eps / residual**2,
         "embedding_scale": of["embedding_multiplier"] / residual,
         "attention_scale": scores,
-        "logit_scale": 1.0 / of["logits_scaling"],
+        "logit_scale": of["logit_scale"] / of["logits_scaling"],
     }
 
 

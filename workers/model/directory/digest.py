@@ -41,7 +41,8 @@ the first bytes differ, too."""
 _LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias", "norms", "fused_qkv", "fused_gate_up")
 """Fields of ModelConfig that change no result, or that follow from the tensors."""
 _LEFT_OUT_AT_DEFAULT = """qk_norm_all_heads activation rotary_dim interleaved_rope unrotated_layers
-    embedding_scale logit_scale attention_scale mixture window_layers window_rope norm_offset""".split()
+    embedding_scale logit_scale attention_scale mixture window_layers window_rope norm_offset
+    layer_norms norm_bias parallel qk_norm_after_rope""".split()
 """Fields that are hashed only if they differ from their default. Add every new field of ModelConfig to one of
 these two lists. Otherwise all models' digests change, and no existing profile fits any more."""
 

@@ -139,6 +139,11 @@ def read_windows(
     return (window, sliding) if sliding else (None, ())
 
 
+def layers_without_windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
+    """Return the layers that have no window, even if all positions fit into one window."""
+    return tuple(n for n, kind in enumerate(_kinds(raw, family, layers)) if kind == _FULL)
+
+
 def _kinds(raw: Mapping[str, Any], family: Family, layers: int) -> list[str]:
     named = raw.get("layer_types") if "layer_types" in family.implied else None
     if named is not None:

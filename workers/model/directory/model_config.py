@@ -18,6 +18,8 @@ SHARED, SHARED_GATE = "mlp.shared_experts", "mlp.shared_gate"
 """Names of a layer's shared expert and of its gate."""
 
 Shape = tuple[int, ...]
+XIELU = "alpha_p", "alpha_n", "beta", "eps"
+"""Numbers that a layer's xIELU has, in module mlp.act_fn."""
 
 _SPLIT_TOKENS = 512
 """`split` assumes that the output head runs once per this many tokens."""
@@ -38,7 +40,7 @@ class ModelConfig:
         norms: Whether layers norm the inputs of attention and MLP, their outputs, or both.
         qk_norm_all_heads: Whether QK norm is over all heads together, not per head.
         fused_qkv, fused_gate_up: Whether checkpoints store these matrices as one tensor.
-        activation: SiLU or GELU with a gate, or ReLU² without a gate.
+        activation: SiLU or GELU with a gate, or ReLU², GELU or xIELU without a gate.
         rotary_dim: Number of first channels of a head that are rotated; None: all.
         interleaved_rope: Whether channel 2 f is rotated with channel 2 f + 1.
         unrotated_layers: Layers whose q and k are not rotated.
@@ -47,6 +49,10 @@ class ModelConfig:
         mixture: The experts of all layers except its `dense_layers`; None: no layer has experts.
         window_rope: The RoPE of `window_layers`, if it differs from `rope`.
         norm_offset: A number to add to the weights of all norms.
+        layer_norms: Whether norms of a half's input, and the last norm, also subtract the mean.
+        norm_bias: Whether these norms have a bias.
+        parallel: Whether a layer's MLP has the same input as its attention.
+        qk_norm_after_rope: Whether QK norm comes after the rotation.
     """
 
     architecture: str
@@ -71,7 +77,7 @@ class ModelConfig:
     qk_norm_all_heads: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
-    activation: Literal["silu", "relu2", "gelu_pytorch_tanh"] = "silu"
+    activation: Literal["silu", "gelu_pytorch_tanh", "relu2", "ungated_gelu", "xielu"] = "silu"
     rotary_dim: int | None = None
     interleaved_rope: bool = False
     unrotated_layers: tuple[int, ...] = ()
@@ -82,6 +88,10 @@ class ModelConfig:
     window_layers: tuple[int, ...] = ()
     window_rope: RopeConfig | None = None
     norm_offset: float = 0.0
+    layer_norms: bool = False
+    norm_bias: bool = False
+    parallel: bool = False
+    qk_norm_after_rope: bool = False
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Split the layers over pipeline stages so that the slowest stage is as fast as possible. A cut may
@@ -99,6 +109,8 @@ class ModelConfig:
             keys = self.windows.get(n, _SPLIT_KEYS)
             costs += self.attention_matrices + self.macs_per_pair * keys, self.of_layer(n).mlp_macs
         costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
+        if self.parallel:  # a cut within a layer would be as good as one after it, so none is chosen
+            costs = [cost for pair in zip(costs[::2], costs[1::2], strict=True) for cost in (sum(pair), 0)]
         return balanced(tuple(costs), stages)
 
     def of_rank(self, ranks: int) -> ModelConfig:
@@ -185,7 +197,7 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        return self.activation != "relu2"
+        return self.activation in ("silu", "gelu_pytorch_tanh")
 
     def weights(
         self, layers: range, mlps: range | None = None, *, embedding: bool = True, head: bool = True
@@ -197,15 +209,15 @@ class ModelConfig:
         """
         attention = _numbers(self._halves()[0])
         if self.qk_norm and not self.qk_norm_all_heads:  # loading repeats the norm's weights for each head
-            attention += (self.q_heads + self.kv_heads - 2) * self.head_dim
+            attention += (self.q_heads + self.kv_heads - 2 + self.qk_norm_after_rope) * self.head_dim
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
         kinds = self.kinds(layers if mlps is None else mlps)
         halves = len(layers) * attention + sum(n * _numbers(kind._halves()[1]) for kind, n in kinds if n)
-        return halves + (tables * self.vocab + head) * self.hidden
+        return halves + (tables * self.vocab + head * (1 + self.norm_bias)) * self.hidden
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of all tensors under a Llama checkpoint's names, without a tied output head."""
-        table = {EMBEDDING: (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
+        table = {EMBEDDING: (self.vocab, self.hidden)} | self._norm("model.norm")
         head = {} if self.tied_embeddings else {HEAD: (self.vocab, self.hidden)}
         layers = {
             f"model.layers.{number}.{name}": shape
@@ -246,7 +258,9 @@ class ModelConfig:
             width = heads * self.head_dim if self.qk_norm_all_heads else self.head_dim
             attention[f"self_attn.{name}_norm.weight"] = (width,)
         attention |= _linear("self_attn.o_proj", hidden, q, self.o_bias)
-        mlp = self._norms("post_attention_layernorm", "mlp.post_norm")
+        mlp = {} if self.parallel else self._norms("post_attention_layernorm", "mlp.post_norm")
+        if self.activation == "xielu":
+            mlp |= {f"mlp.act_fn.{name}": (1,) if "alpha" in name else () for name in XIELU}
         if self.mixture is not None:
             mlp |= _linear("mlp.gate", self.mixture.experts, hidden, bias=False)
             mlp |= self.mixture.bias_shape
@@ -259,7 +273,11 @@ class ModelConfig:
 
     def _norms(self, before: str, after: str) -> dict[str, Shape]:
         names = {"before": (before,), "after": (after,), "both": (before, after)}[self.norms]
-        return {f"{name}.weight": (self.hidden,) for name in names}
+        return {key: shape for name in names for key, shape in self._norm(name).items()}
+
+    def _norm(self, module: str) -> dict[str, Shape]:
+        weight: dict[str, Shape] = {f"{module}.weight": (self.hidden,)}
+        return weight | ({f"{module}.bias": (self.hidden,)} if self.norm_bias else {})
 
     def kv_values(self, layers: int) -> int:
         """Count the elements of one token's K and V in `layers` layers."""

@@ -40,6 +40,7 @@ class RopeConfig:
 def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Family) -> RopeConfig:
     """Read and check the RoPE. Raises ModelError."""
     given = _rope_keys(raw)
+    grown = _growth(given, raw, family)
     kind = str(given["rope_type"])
     if kind not in _KEYS or any(isinstance(value, dict) for value in given.values()):
         raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_KEYS)}")
@@ -64,7 +65,19 @@ def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Fami
     theta = family.rope_theta if theta is None else positive_number("config.json", "rope_theta", theta)
     if theta <= 1.0:
         raise ModelError(f"rope_theta = {theta} must be above 1")
-    return RopeConfig(theta, _without(given, "rope_theta", "partial_rotary_factor"))
+    return RopeConfig(theta * grown, _without(given, "rope_theta", "partial_rotary_factor"))
+
+
+def _growth(given: dict[str, Any], raw: Mapping[str, Any], family: Family) -> float:
+    """Return the factor of Hunyuan's rope_theta, alpha^(D / (D - 2)), and leave a plain rope in `given`."""
+    if not ("alpha" in family.implied and given.get("alpha") and given["rope_type"] == "dynamic"):
+        return 1.0
+    alpha = positive_number("rope scaling 'dynamic'", "alpha", given["alpha"])
+    dim = positive_int(raw, "head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    plain = {key: given[key] for key in ("rope_theta",) if key in given}
+    given.clear()
+    given |= {"rope_type": "default", **plain}
+    return float(alpha ** (dim / (dim - 2)))
 
 
 def of_full_layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -175,6 +188,8 @@ def _refuse_unknown(given: Mapping[str, Any], raw: Mapping[str, Any], family: Fa
     kind, part = str(given["rope_type"]), given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     part = 1.0 if part is None else positive_number("config.json", "partial_rotary_factor", part)
     beta = given.get(_BETA, raw.get(_BETA))
+    if family.fixed.get("qk_norm_after_rope") and kind in ("yarn", "longrope"):
+        raise ModelError(f"rope scaling {kind!r} before norms ({family.architecture}) is not supported")
     if part != 1.0 and "partial_rotary_factor" not in family.implied:
         raise ModelError(f"partial rotary factor is not supported for {family.architecture}: {given}")
     if given.get("mscale") and not (kind == "yarn" and given.get("mscale_all_dim")):

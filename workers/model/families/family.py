@@ -10,6 +10,7 @@ OPTIONAL: Mapping[str, Any] = {
     "residual_multiplier": 1.0,
     "attention_multiplier": None,
     "logits_scaling": 1.0,
+    "logit_scale": 1.0,
     "no_rope_layers": None,
     "num_experts": None,
     "n_shared_experts": None,
@@ -65,6 +66,7 @@ class Family:
         rope_theta: The default if config.json has none.
         implied: transformers' defaults for keys of config.json. The family has only these keys of `OPTIONAL`.
         only: The supported values of keys of config.json; for a list, the supported elements.
+        needs: Keys of config.json that must not be null.
         fixed: Fields of ModelConfig that no key of config.json gives.
         keys: The family's names of keys in config.json, mapped to Llama's.
         layers: Prefix of a layer's tensor names, before the layer's number.
@@ -85,6 +87,7 @@ class Family:
     rope_theta: float = 10_000.0
     implied: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     layers: str = _LAYERS

@@ -57,3 +57,31 @@ SMOLLM3 = Family(
     gguf=GgufNames(architecture="smollm3", permuted=True),
     note="Every fourth layer is not rotated.",
 )
+APERTUS = Family(
+    name="Apertus",
+    architecture="ApertusForCausalLM",
+    model_type="apertus",
+    hidden_act="xielu",
+    rope_theta=12_000_000.0,
+    implied={"attention_bias": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 65_536},
+    fixed={"qk_norm": True},
+    tensors={"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"},
+    note="Its MLPs have no gate, but xIELU, whose curvatures are trained.",
+)
+HUNYUAN = Family(
+    name="Hunyuan, dense",
+    architecture="HunYuanDenseV1ForCausalLM",
+    model_type="hunyuan_v1_dense",
+    implied={
+        "attention_bias": False,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "use_qk_norm": True,
+        "alpha": None,
+    },
+    only={"use_qk_norm": (True,)},
+    fixed={"qk_norm": True, "qk_norm_after_rope": True},
+    tensors={"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"},
+    gguf=GgufNames(architecture="hunyuan-dense"),
+    note="Its heads are normed after the rotation.",
+)

@@ -6,6 +6,7 @@ Shape suffixes also: I input width, O output width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,8 @@ from deltafront.kernels.layers.fp8 import Fp8Rows, product, quantise_rows
 from deltafront.kernels.layers.linear import compile_gemms, linear, swiglu_linear
 from deltafront.kernels.layers.norm import LinearInput
 from deltafront.kernels.layers.swiglu import geglu, squared_relu, swiglu
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class Linear:
     def squared(self, x_TI: LinearInput) -> LinearInput:
         """Return ReLU², like `gated`."""
         return squared_relu(self(x_TI), fp8=False)
+
+    def activated(self, x_TI: LinearInput, activation: Activation) -> LinearInput:
+        """Return an activation that torch computes, like `gated`."""
+        return activation(self(x_TI))
 
     def compile(self) -> None:
         """Compile the GEMM kernels for large M, as in prefill."""
@@ -84,6 +91,9 @@ class Fp8Linear:
 
     def squared(self, x_TI: LinearInput) -> LinearInput:
         return squared_relu(self(x_TI), fp8=True)
+
+    def activated(self, x_TI: LinearInput, activation: Activation) -> LinearInput:
+        return quantise_rows(activation(self(x_TI)))
 
     def compile(self) -> None:
         """Do nothing: the same kernels serve every M."""

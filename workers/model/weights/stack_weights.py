@@ -20,13 +20,22 @@ from deltafront.workers.model.directory.model_config import (
     HEAD,
     SHARED,
     SHARED_GATE,
+    XIELU,
     ModelConfig,
 )
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.layer_shares import LayerShare
+from deltafront.workers.model.weights.layer_weights import (
+    AttentionWeights,
+    LayerNorm,
+    MlpWeights,
+    Norm,
+    Xielu,
+    tanh_gelu,
+)
 from deltafront.workers.model.weights.lora import LoraAdapter
 from deltafront.workers.model.weights.mixture_weights import MixtureWeights
-from deltafront.workers.model.weights.projections import Fp8Linear, Linear
+from deltafront.workers.model.weights.projections import Activation, Fp8Linear, Linear
 from deltafront.workers.model.weights.sources import WeightSource, open_weights
 from deltafront.workers.model.weights.uploads import THREADS, Uploads, in_threads
 from deltafront.workers.progress import Tell, silent
@@ -74,35 +83,13 @@ class StackSpec:
 
 
 @dataclass(frozen=True)
-class AttentionWeights:
-    """The weights of a layer's attention. input_norm_C and output_norm_C are None in families without these
-    norms."""
-
-    input_norm_C: torch.Tensor | None
-    qkv: Linear | Fp8Linear
-    qk_norm_JD: torch.Tensor | None
-    output: Linear | Fp8Linear
-    output_norm_C: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class MlpWeights:
-    """The weights of a layer's MLP. Without a gate, gate_up has only up. Norms are as in AttentionWeights."""
-
-    input_norm_C: torch.Tensor | None
-    gate_up: Linear | Fp8Linear
-    down: Linear | Fp8Linear
-    output_norm_C: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
 class StackWeights:
     """The weights of a `LayerStack`. A tied embedding and output head are one tensor."""
 
     attentions: tuple[AttentionWeights, ...]
     mlps: tuple[MlpWeights | MixtureWeights, ...]
     embedding_VC: torch.Tensor | None
-    final_norm_C: torch.Tensor | None
+    final_norm: Norm | None
     head: Linear | None
 
 
@@ -139,6 +126,13 @@ class _Reader:
             self._uploads.copy(part, target)
         return whole
 
+    def input_norm(self, module: str) -> Norm | None:
+        """Return a norm before a half or the output head; None: the family has none there."""
+        weight_C, bias = self.norm(module), f"{module}.bias"
+        if weight_C is None or not self.spec.config.layer_norms:
+            return weight_C
+        return LayerNorm(weight_C, self.get(bias) if bias in self._shapes else None)
+
     def norm(self, module: str) -> torch.Tensor | None:
         return self.norm_weight(f"{module}.weight") if f"{module}.weight" in self._shapes else None
 
@@ -148,6 +142,9 @@ class _Reader:
         if not (offset := self.spec.config.norm_offset):
             return self.get(name, split=split)
         return self.part(self._read(name).float() + offset, split).to(self.spec.device)
+
+    def number(self, name: str) -> torch.Tensor:
+        return self._read(name).to(self.spec.device, torch.float32)
 
     def _parts(self, name: str) -> Sequence[torch.Tensor]:
         tensor, config, module = self._read(name), self.spec.config, name.split(".")[-2]
@@ -265,7 +262,7 @@ def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> S
         attentions=attentions,
         mlps=mlps,
         embedding_VC=embedding_VC,
-        final_norm_C=read.norm_weight("model.norm.weight") if spec.head else None,
+        final_norm=read.input_norm("model.norm") if spec.head else None,
         head=None if head_VC is None else Linear(head_VC),
     )
 
@@ -331,23 +328,36 @@ def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
         read.norm_weight(f"{module}{name}_norm.weight", split).view(-1, config.head_dim).expand(count, -1)
         for name, count in heads.items()
     ]
+    norm_JD = torch.cat(norms_JD) if norms_JD else None
+    q_scale_D = None
+    if norm_JD is not None and config.qk_norm_after_rope:
+        q_scale_D, norm_JD = norm_JD[0].float() * norm_JD[-1], torch.ones_like(norm_JD)
     return AttentionWeights(
-        input_norm_C=read.norm(f"{prefix}input_layernorm"),
+        input_norm=read.input_norm(f"{prefix}input_layernorm"),
         qkv=read.linear(*(f"{module}{name}" for name in config.qkv_modules), split=0),
-        qk_norm_JD=torch.cat(norms_JD) if norms_JD else None,
+        qk_norm_JD=norm_JD,
         output=read.linear(f"{module}o_proj", split=1),
         output_norm_C=read.norm(f"{module}post_norm"),
+        q_scale_D=q_scale_D,
     )
 
 
 def _read_mlp(read: _Reader, prefix: str) -> MlpWeights:
     gate_up, down = _read_matrices(read, f"{prefix}mlp")
     return MlpWeights(
-        input_norm_C=read.norm(f"{prefix}post_attention_layernorm"),
+        input_norm=read.input_norm(f"{prefix}post_attention_layernorm"),
         gate_up=gate_up,
         down=down,
         output_norm_C=read.norm(f"{prefix}mlp.post_norm"),
+        activation=_read_activation(read, f"{prefix}mlp.act_fn"),
     )
+
+
+def _read_activation(read: _Reader, module: str) -> Activation | None:
+    kind = read.spec.config.activation
+    if kind == "xielu":
+        return Xielu(*(read.number(f"{module}.{name}") for name in XIELU))
+    return tanh_gelu if kind == "ungated_gelu" else None
 
 
 def _read_matrices(read: _Reader, *modules: str) -> tuple[Linear, Linear]:

@@ -39,6 +39,7 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool, str]] = {
     "minimax-m2": (gguf.MODEL_ARCH.MINIMAXM2, False, "gpt-4o"),
     "ernie": (gguf.MODEL_ARCH.ERNIE4_5, False, "default"),
     "ernie-moe": (gguf.MODEL_ARCH.ERNIE4_5_MOE, False, "default"),
+    "hunyuan-plain": (gguf.MODEL_ARCH.HUNYUAN_DENSE, False, "llama-bpe"),
     "arcee": (gguf.MODEL_ARCH.ARCEE, True, "llama-bpe"),
 }
 """By case: llama.cpp's architecture, True if its converter interleaves the halves of q's and k's heads, and

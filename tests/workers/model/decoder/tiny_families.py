@@ -228,4 +228,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         moe_layer_interval=2,
         tie_word_embeddings=False,
     ),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SHAPE | WITHOUT_HEAD_DIM),
+    "starcoder2-windows": lambda: transformers.Starcoder2Config(
+        **SHAPE | WITHOUT_HEAD_DIM, sliding_window=WINDOW, tie_word_embeddings=False
+    ),
+    "cohere": lambda: transformers.CohereConfig(**SHAPE | WITHOUT_HEAD_DIM, **PADDING),
+    "cohere2": lambda: transformers.Cohere2Config(
+        **SHAPE | WITHOUT_HEAD_DIM, **PADDING, sliding_window=WINDOW, attention_bias=True
+    ),
+    "apertus": lambda: transformers.ApertusConfig(**SHAPE | WITHOUT_HEAD_DIM, rope_parameters=YARN),
+    "hunyuan": lambda: transformers.HunYuanDenseV1Config(
+        **SHAPE, rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
+    ),
+    "hunyuan-plain": lambda: transformers.HunYuanDenseV1Config(**SHAPE | {"head_dim": 32}, **PADDING),
 }

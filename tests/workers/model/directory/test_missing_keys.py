@@ -32,6 +32,16 @@ ALWAYS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "shared_intermediate_size": 96,
     },
+    "apertus": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 12e6,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    },
     "qwen3_moe": {"moe_intermediate_size": 32},
 }
 """Keys that every config.json of a family has."""

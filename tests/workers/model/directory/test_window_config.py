@@ -14,7 +14,7 @@ from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
 
-from .test_model_config import EXPERTS, MISTRAL, read
+from .test_model_config import EXPERTS, LLAMA31, MISTRAL, read
 
 GEMMA3: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -65,6 +65,16 @@ def test_windows_equal_transformers(tmp_path: Path) -> None:
 def test_refuses_windows_of_unsupported_layers(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read(tmp_path, MISTRAL | {"sliding_window": 4096} | change)
+
+
+@pytest.mark.parametrize("architecture", ["Exaone4ForCausalLM", "Cohere2ForCausalLM"])
+def test_unrotated_layers_stay_so_within_one_window(tmp_path: Path, architecture: str) -> None:
+    raw = LLAMA31 | {"architectures": [architecture], "sliding_window": 4096, "rope_scaling": None}
+    whole, short = read(tmp_path, raw), read(tmp_path, raw, {"max_position_embeddings": 4096})
+    assert whole.unrotated_layers == short.unrotated_layers == tuple(range(3, 32, 4))
+    assert len(whole.window_layers) == 24 and short.window_layers == ()
+    with pytest.raises(ModelError, match="sliding_window is missing, which Cohere2ForCausalLM needs"):
+        read(tmp_path, raw | {"architectures": ["Cohere2ForCausalLM"], "sliding_window": None})
 
 
 def test_reads_gemma_3_as_published(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_reads_only_the_shards_of_a_layer_range(tiny: Path, tmp_path: Path) -> N
         assert torch.equal(attention.qkv.weight_OI, wanted.qkv.weight_OI)
     for mlp, wanted in zip(middle.mlps, whole.mlps[1:3], strict=True):
         assert torch.equal(mlp.down.weight_OI, wanted.down.weight_OI)
-    assert middle.embedding_VC is middle.head is middle.final_norm_C is None
+    assert middle.embedding_VC is middle.head is middle.final_norm is None
     with pytest.raises(ModelError, match=r"part-0\.safetensors"):
         read(tmp_path, range(2), embedding=False, head=False)
 
