@@ -171,7 +171,7 @@ class DecodeWorker(Leased, KVReceiver, Protocol):
     async def stats(self) -> states.DecodeStats: ...
 
 
-# --- how a role's methods travel ------------------------------------------------------------------------
+# --- how a proxy sends the calls of a role's methods ------------------------------------------------------
 
 
 class Form(Enum):

@@ -163,7 +163,7 @@ async def test_drain_does_not_wait_for_a_dead_head() -> None:
         assert calls == [7.0]
 
 
-def test_drain_waits_for_nothing_without_serve_or_time() -> None:
+def test_drain_returns_at_once_outside_serve_or_without_time() -> None:
     owner = Owner(None, drain_s=0.0)
     assert owner.__del__() is None
     outside = Owner(None)

@@ -28,7 +28,7 @@ from deltafront.workers.roles import DecodeWorker, Form, Group, Stage, forms
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_method_form_decides_how_a_call_is_sent() -> None:
+def test_method_signature_decides_how_a_call_is_sent() -> None:
     commands = dict.fromkeys(("open", "close", "pages_used"), Form.COMMAND)
     assert forms(Stage) == {**commands, "run_chunk": Form.DEFERRED, "abandon": Form.NOTICE}
     calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
@@ -39,7 +39,7 @@ def test_method_form_decides_how_a_call_is_sent() -> None:
     assert forms(DecodeWorker) == {**calls, **more, "generate": Form.STREAM}
 
 
-# --- hosting ---------------------------------------------------------------------------------------------
+# --- hosting ----------------------------------------------------------------------------------------------
 
 
 class Plain:
@@ -124,7 +124,7 @@ def test_second_part_of_a_command_waits_while_later_commands_run() -> None:
     assert not actor._begun_work._works, "nothing is kept of what has ended"
 
 
-# --- calling ---------------------------------------------------------------------------------------------
+# --- calling ----------------------------------------------------------------------------------------------
 
 
 class Handle:
@@ -236,7 +236,7 @@ async def test_worker_failures_become_the_api_servers_errors(
         assert str(raised.value) == message and raised.value.__cause__ is None
 
 
-# --- types -----------------------------------------------------------------------------------------------
+# --- types ------------------------------------------------------------------------------------------------
 
 CALLS = """
 from deltafront.workers.messages.requests import Reservation

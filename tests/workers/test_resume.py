@@ -184,7 +184,7 @@ async def test_refuses_to_resume_at_an_impossible_token(
             await read(controller, replace(job_of("a", METHODS[0]), start=start))
 
 
-# --- behind what is remembered ------------------------------------------------------------------------------
+# --- after a cached prefix --------------------------------------------------------------------------------
 
 LONG_IDS = [(11 * i + i // 7 + i // 130) % 198 for i in range(1000)]
 SERVED = [name for name, preset in PRESETS.items() if preset.module == options.__name__]

@@ -166,7 +166,7 @@ def runner_of(stack: LayerStack, **config: Any) -> DecodeRunner:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("selects", [False, True])
 def test_appended_question_and_its_answer_equal_transformers(model: Path, selects: bool, device: str) -> None:
-    """Also with page selection, if the page budget covers all pages."""
+    """Page selection changes nothing here, because the page budget covers all pages."""
     document, question, tokens = 500, 61, 64
     ids = ids_of(document + question, 2)
     stack = load_model(spec_of(model), device)

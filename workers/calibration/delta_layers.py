@@ -1,7 +1,7 @@
 """Chooses Δ-layers: the layers whose selected pages fit the sparse layers after them best.
 
 A sparse layer attends only to the pages that the last Δ-layer selected, and loses the attention to other
-pages. One dense prefill gives the page scores of all layers. From these follows each layer's loss for each
+pages. One dense prefill gives the page scores of all layers, and so each layer's loss for each
 possible Δ-layer before it. Dynamic programming minimises the sum of losses. If a text has answers, only their
 queries count, because layers chosen on plain text miss facts to be retrieved. DELTA's own criterion, the
 largest 1 - cos between attention maps, misses them too (on SmolLM2).

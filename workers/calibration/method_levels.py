@@ -45,7 +45,7 @@ def method_levels(
     answer_weight: float = ANSWER_WEIGHT,
     profile: Profile | None = None,
 ) -> MethodLevels:
-    """Make levels of these densities for each document length.
+    """Calibrate each head's thresholds for these mean densities, at each document length.
 
     Args:
         probes: The documents, by length in tokens. Each is prefilled once per layer, and once more.

@@ -251,7 +251,7 @@ class DecodeRequest:
 
     @property
     def has_kv(self) -> bool:
-        """Whether enough KV has arrived to begin.
+        """True if enough KV has arrived to begin.
 
         If the decode worker prefills the rest of the prompt, it may begin while the last layers' KV is still
         loading. Otherwise all KV must be there.
@@ -262,7 +262,7 @@ class DecodeRequest:
 
     @property
     def ready(self) -> bool:
-        """Whether to submit the request to the scheduler now. False once it has been submitted."""
+        """True if the request can be submitted to the scheduler and has not been submitted yet."""
         if self.job is None or self.ended is not None or self.times.ready is not None:
             return False
         return self.has_kv and (self.reservation.reads or self.inbox.logits_V is not None)

@@ -104,7 +104,7 @@ class DecodeRunner:
         self.stack = stack
         self.max_batch = max_batch
         self.asynchronous = stack.device.type == "cuda"
-        """Whether a launched step runs while the caller continues."""
+        """True if a launched step runs while the caller continues, as on a GPU."""
         self.scratch_page = pages
         self.cache = PagedKVCache(
             range(model.layers),

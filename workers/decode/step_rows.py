@@ -186,7 +186,7 @@ def sampling_rows(
 
 
 def _write_masks(made: SamplingRows, masks: Sequence[Mask | None]) -> set[int]:
-    """Return the rows that have a mask."""
+    """Write the masks of allowed tokens, and return the indices of rows that have one."""
     written = {index: mask for index, mask in enumerate(masks) if mask is not None}
     for index, mask in written.items():
         # CUDA takes at most 64 KiB immediately: the call waits neither for a running forward pass nor for

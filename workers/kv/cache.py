@@ -149,7 +149,8 @@ class PagedKVCache:
         return page_ids_T * PAGE_TOKENS + positions_T % PAGE_TOKENS
 
     def rows_of_run(self, first_page: int, start: int, tokens: int) -> torch.Tensor:
-        """Like `rows_of`, for contiguous pages."""
+        """Return the rows of tokens start .. start+tokens-1 in contiguous pages that begin at
+        `first_page`."""
         rows = self._span(first_page, start, tokens)
         return torch.arange(rows.start, rows.stop, device=self.device)
 
@@ -169,12 +170,12 @@ class PagedKVCache:
         return _dense(k_PSGD, table_N, tokens), _dense(v_PSGD, table_N, tokens)
 
     def gather_rows(self, layer: int, rows_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `gather` for an 8-bit cache, from rows that `rows_of` returned."""
+        """Copy the KV in these rows of an 8-bit cache into contiguous k_GSD, v_GSD in the model's dtype."""
         k_RGD, v_RGD, k_RG, v_RG = self.rows(layer)
         return gather_int8((k_RGD, v_RGD), Scales(k_RG, v_RG), rows_S, self.model_dtype)
 
     def write_run(self, layer: int, first_page: int, start: int, *sides_T: torch.Tensor) -> None:
-        """Like `write`, for contiguous pages, with plain copies."""
+        """Store KV of tokens start .. start+T-1 in contiguous pages, with plain copies."""
         own = self.sides_of_run(layer, first_page, start, sides_T[0].shape[0])
         for side_T, given_T in zip(own, sides_T, strict=True):
             side_T.copy_(given_T)
@@ -256,7 +257,8 @@ class PagedKVCache:
         self._arrivals.synchronize()
 
     def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `gather`, but return views. The pages must be contiguous, and the cache must not be 8-bit."""
+        """Return views k_GSD, v_GSD of a sequence's first tokens. The pages must be contiguous, and the cache
+        must not be 8-bit."""
         k_SGD, v_SGD = self.sides_of_run(layer, first_page, 0, tokens)
         return k_SGD.transpose(0, 1), v_SGD.transpose(0, 1)
 

@@ -22,7 +22,7 @@ MESSAGE_BYTES = 4 << 20
 
 
 class HostCopies:
-    """Implements `stream.KVExporter` and `KVExport` with host copies.
+    """Copies KV to host memory, and makes messages of the copies (`stream.KVExporter` and `KVExport`).
 
     A message contains each layer's KV as host arrays. On a GPU, a separate stream copies KV into pinned
     memory while the layer is computed.

@@ -46,7 +46,7 @@ class PeerMemory(Protocol):
 
 
 class CudaPeerMemory:
-    """Implements `PeerMemory` on a GPU, by CUDA IPC."""
+    """Shares GPU memory between processes, by CUDA IPC (`PeerMemory`)."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -76,7 +76,8 @@ _DEVICE_ARGUMENT = 6
 
 
 class HostPeerMemory:
-    """Implements `PeerMemory` on a CPU. `export` moves a tensor's storage to shared memory."""
+    """Shares CPU memory between processes (`PeerMemory`). `export` moves a tensor's storage to shared
+    memory."""
 
     def __init__(self) -> None:
         self.home = home()

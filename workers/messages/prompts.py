@@ -15,7 +15,7 @@ PAGE_BYTES = PAGE_TOKENS * 4
 
 
 def root_of(*about: object) -> bytes:
-    """Hash the values' `repr` into a root. Unequal values must have unequal `repr`s."""
+    """Hash values into the root of prefix-cache keys. Unequal values must have an unequal `repr`."""
     return hashlib.sha256(repr(about).encode()).digest()[:LINK_BYTES]
 
 

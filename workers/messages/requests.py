@@ -117,7 +117,7 @@ class Reservation:
 
     @property
     def reads(self) -> bool:
-        """Whether the decode worker prefills the new tokens. The `GenerateJob` then brings their ids."""
+        """True if the decode worker prefills the new tokens. The `GenerateJob` then brings their ids."""
         return self.session_id is not None or self.reads_rest
 
 

@@ -43,7 +43,7 @@ class GrammarState:
 
     @property
     def ended(self) -> bool:
-        """Whether only an end-of-sequence token may come next."""
+        """True if only an end-of-sequence token may come next."""
         return bool(self._matcher.is_stopped())
 
     def mask(self) -> Mask | None:

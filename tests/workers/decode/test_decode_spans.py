@@ -19,7 +19,7 @@ PARTS = ("handoff_exposed", "decode_wait", "append_prefill", "first_step")
 
 
 async def test_answer_span_holds_the_latency_parts_of_its_report(bench: Any) -> None:
-    """Also covers a question on a session. A request without tracing has no span."""
+    """The test also asks a question on a session. A request without tracing has no span."""
     recorder = Recorder()
     run = await bench(tracer=recorder.tracer)
     first = await run.ask("a", ids_of(70), SHORT, keep_tokens=70, keep_ttl_s=60.0, trace=PARENT)

@@ -25,7 +25,7 @@ from deltafront.workers.messages.requests import (
 
 from ..prompts import SHORT, Clock, ids_of, packed
 
-# --- when there is room -----------------------------------------------------------------------------------
+# --- predicted waits --------------------------------------------------------------------------------------
 
 small = st.integers(1, 6)
 

@@ -109,7 +109,7 @@ async def test_resumed_answer_continues_its_grammar(bench: Any, grammars: Gramma
 
 
 async def test_answer_ends_where_its_grammar_ends(bench: Any, grammars: Grammars) -> None:
-    """Also if the request ignores end-of-sequence tokens."""
+    """The answer ends there even if the request ignores end-of-sequence tokens."""
     run = await bench(grammars=grammars)
     ignoring = Sampling(max_tokens=50, ignore_eos=True)
     answer = await run.ask("a", prompt(1), ignoring, **options('start: "ab"'))

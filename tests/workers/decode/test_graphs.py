@@ -86,7 +86,7 @@ async def test_captures_no_page_selection_without_delta_layers(bench: Any, recor
     assert graphs.shapes == {BatchShape(1, 32, False), BatchShape(2, 32, False)}
 
 
-async def test_failed_capture_stops_the_start(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_cuda_graph_capture_stops_the_start(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 

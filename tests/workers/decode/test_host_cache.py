@@ -296,7 +296,7 @@ async def test_stage_gets_a_page_table_only_after_the_copies(
 async def test_failed_copies_mark_the_worker_faulty(
     bench: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
-    """Also if the first layers were already used. All waiting requests fail."""
+    """All waiting requests fail, even if a request has already used the first layers."""
     run = await bench(**ROOM)
     run.may_fault = True
     copies = await pushed_out(run, monkeypatch)

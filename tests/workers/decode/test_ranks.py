@@ -78,7 +78,7 @@ def test_ranks_sample_the_same_tokens_as_one_rank(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_prefill_and_recompute_as_one_rank(tmp_path: Path, ranks: int) -> None:
-    """They also select the same blocks to recompute, although each rank sees only its own heads."""
+    """The ranks also select the same blocks to recompute, although each sees only its own heads."""
     directory = make_tiny_model(tmp_path, heads=8, kv_heads=4)
     alone = whole_runner(directory)
     ids = [n * 7 % 198 for n in range(900)]

@@ -145,7 +145,7 @@ async def test_recomputing_all_blocks_leaves_the_session_unchanged(
 
 @pytest.mark.parametrize("length", [TOKENS, TOKENS - 5])
 async def test_session_kept_with_an_answer_holds_kv_before_recomputation(sparse: Sparse, length: int) -> None:
-    """So the next question can recompute blocks of it."""
+    """The session keeps the sparse KV, so that the next question can choose other blocks to recompute."""
     part = DOCUMENT[:length]
     reference = await sparse.question("reference", await sparse.keep(part, packed(part)), 0)
     answer = await sparse.ask("answered", DOCUMENT, 8, keep_tokens=length)

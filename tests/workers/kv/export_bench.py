@@ -66,7 +66,7 @@ class Clock:
 
 
 class ByCudaIpc:
-    """Makes the two ends of the hand-off."""
+    """Makes the stage's and the decode worker's end of a CUDA IPC hand-off."""
 
     def __init__(self) -> None:
         self.peers = Neighbours()
@@ -84,7 +84,7 @@ class ByCudaIpc:
 
 
 class ByNixl:
-    """Makes the two ends with a stand-in for NIXL."""
+    """Makes the stage's and the decode worker's end of a NIXL hand-off, with a stand-in for NIXL."""
 
     def __init__(self) -> None:
         self.fabric = Fabric()
@@ -102,7 +102,7 @@ class ByNixl:
 
 
 class ByRealNixl(ByNixl):
-    """Makes the two ends with NIXL agents of this process. Needs the package."""
+    """Makes the two ends of a hand-off with real NIXL agents of this process. Needs the package."""
 
     def __init__(self) -> None:
         super().__init__()

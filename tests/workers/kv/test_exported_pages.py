@@ -75,7 +75,7 @@ def test_splits_runs_where_either_side_is_not_contiguous() -> None:
 
 
 def test_runs_of_a_chunk_are_computed_once_for_all_layers(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are computed again for another chunk, and for a request with other pages."""
+    """Another chunk, or a request with other pages, gets its own runs."""
     bench, asked = Bench(way), []
 
     def counted(*arguments: Any) -> Any:
@@ -95,7 +95,7 @@ def test_runs_of_a_chunk_are_computed_once_for_all_layers(way: Way, monkeypatch:
     assert rows == [((48, 16),), ((16, 16),), ((32, 16),)]
 
 
-# --- when pages are free --------------------------------------------------------------------------------
+# --- when pages are free ----------------------------------------------------------------------------------
 
 
 def test_pages_are_held_until_every_announcement_is_answered(way: Way) -> None:
@@ -200,7 +200,7 @@ def test_pages_stay_in_use_until_the_sending_thread_announces_them(way: Way) -> 
     assert stream.close()
 
 
-# --- what cannot be read --------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------
 
 
 async def test_ended_request_copies_nothing(way: Way) -> None:

@@ -49,7 +49,7 @@ def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
 
-# --- mapped objects -----------------------------------------------------------------------------------------
+# --- mapped objects ---------------------------------------------------------------------------------------
 
 WRITE_AND_END_WITH_IT = """
 import pickle, sys, time
@@ -131,7 +131,7 @@ def test_refuses_to_map_memory_of_a_dead_process() -> None:
         map_objects(exported, CPU)
 
 
-# --- the decode worker's side -------------------------------------------------------------------------------
+# --- the decode worker's end ------------------------------------------------------------------------------
 
 
 def taken(pool: PagePool, pages: int = 2) -> RequestPages:
@@ -209,7 +209,7 @@ async def test_pages_open_only_for_a_stage_that_maps_their_memory() -> None:
         stage.wait()
 
 
-# --- the stage's side ---------------------------------------------------------------------------------------
+# --- the stage's end --------------------------------------------------------------------------------------
 
 
 class Device:

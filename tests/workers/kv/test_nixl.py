@@ -42,7 +42,7 @@ def announced(bench: Bench, name: str = "r", first: int = 0) -> KVAnnouncement:
     return message
 
 
-# --- when what was read is the request's ----------------------------------------------------------------
+# --- leases -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", [0, 1], ids=["before the rows", "before their lease"])
@@ -99,7 +99,7 @@ def valid(bench: Bench, lease: tuple[int, int]) -> bool:
     return lease in {(words.span(page)[0], words[page]) for page in range(bench.stage.pages)}
 
 
-# --- deaths ---------------------------------------------------------------------------------------------
+# --- deaths -----------------------------------------------------------------------------------------------
 
 
 async def test_pages_stay_allocated_while_a_transfer_may_write_them() -> None:
@@ -195,7 +195,7 @@ async def test_prompt_is_not_resumed_while_old_transfers_may_arrive(
     await run.engine.cancel("a")
 
 
-# --- NIXL itself, and where it is missing ---------------------------------------------------------------
+# --- the real NIXL, and its absence -----------------------------------------------------------------------
 
 
 @needs_nixl

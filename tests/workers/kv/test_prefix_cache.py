@@ -174,7 +174,7 @@ def test_session_pages_are_held_and_stay_cached_after_it_ends() -> None:
     assert (pages.pool.free, found(pages, "abc"), len(pages.pool.allocate(5))) == (5, 0, 5)
 
 
-# --- against a cache that looks at everything --------------------------------------------------------------
+# --- compared with brute force ----------------------------------------------------------------------------
 
 
 @dataclass

@@ -151,7 +151,7 @@ async def test_retention_continues_in_host_memory_after_a_load_from_disk() -> No
 
 
 async def test_evicted_prompt_keeps_its_beginning() -> None:
-    """Also if the prompt is longer than the tier's capacity, and after a restart."""
+    """This holds for a prompt longer than the tier's capacity, and after a restart."""
     disk = Disk(room=3)
     await disk.keep("abcd", 0.0)
     assert disk.found("abcd") == 3

@@ -151,7 +151,7 @@ def test_first_and_last_stage_have_only_one_link() -> None:
             ends.send(torch.zeros(1, 4))
 
 
-# --- from each other's memory ---------------------------------------------------------------------------
+# --- by copies from a neighbour's memory ------------------------------------------------------------------
 
 
 class OneProcess:

@@ -37,7 +37,7 @@ from .fake_stages import (
 
 @timeless
 async def test_lost_group_stops_polling_stages_for_free_pages() -> None:
-    """Also if it is lost between two polls, since a dead stage would never answer."""
+    """The group may be lost between two polls. A dead stage would never answer the next one."""
     controller, fakes = make()
     fakes[0].lent["a"] = 10**9
     reading = asyncio.create_task(collect(controller, job("a", 128)))
@@ -96,7 +96,7 @@ async def test_deadline_and_lease_end_a_request() -> None:
 
 @timeless
 async def test_lease_is_checked_again_before_it_ends_a_request() -> None:
-    """So renewals that queued while the process was suspended still count."""
+    """The second check lets renewals count that queued while the process was suspended."""
     controller, fakes = make(pages=320, pause=lambda: 0.5, lease=5.0)
     reading = asyncio.create_task(collect(controller, job("a", 128 * 40)))
     await asyncio.sleep(5.25)

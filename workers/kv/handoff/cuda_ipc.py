@@ -64,7 +64,8 @@ class MappedKV(ExportedKV):
 
 
 class CudaIpcExporter:
-    """Implements `stream.KVExporter` for this transport."""
+    """Describes a stage's pages, so that decode workers on the same host can copy from them
+    (`stream.KVExporter`)."""
 
     message_bytes = MESSAGE_BYTES
     in_place = True
@@ -96,7 +97,8 @@ class CudaIpcExporter:
 
 
 class CudaIpcExport(PageExport):
-    """Implements `stream.KVExport` for one request. `describe` makes the payload from a chunk's rows."""
+    """Describes one request's KV (`stream.KVExport`). `describe` makes the payload from a chunk's cache
+    rows."""
 
     def __init__(
         self,

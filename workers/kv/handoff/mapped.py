@@ -26,7 +26,7 @@ from deltafront.workers.settings import HandoffConfig
 
 
 class MappedSender:
-    """Implements `KVSender` for this transport.
+    """Opens KV streams into the pages of the decode worker whose memory this stage has mapped (`KVSender`).
 
     Args:
         memory: The name of the memory that the stage has mapped (`PagedKVCache.memory`).
@@ -74,8 +74,8 @@ class MappedSender:
 
 
 class MappedExport:
-    """Implements `stream.KVExport` for one request. `mark` is `PeerMemory.mark`; `close` releases the
-    pages."""
+    """Announces one request's KV in a decode worker's pages (`stream.KVExport`). `mark` is `PeerMemory.mark`;
+    `close` releases the pages."""
 
     def __init__(self, mark: Callable[[], Any], close: Callable[[], None]) -> None:
         self._mark, self._close = mark, close
@@ -99,7 +99,7 @@ class MappedExport:
 
 
 class MappedReader:
-    """Implements `KVReader`. It copies nothing, because the KV is already in the request's pages."""
+    """Accepts announced KV without a copy (`KVReader`), because the KV is already in the request's pages."""
 
     async def read(
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages

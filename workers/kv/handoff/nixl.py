@@ -85,7 +85,8 @@ class RegisteredKV(ExportedKV):
 
 
 class NixlExporter:
-    """Implements `stream.KVExporter` for this transport."""
+    """Describes a stage's registered pages, so that decode workers can read them by NIXL
+    (`stream.KVExporter`)."""
 
     message_bytes = MESSAGE_BYTES
     in_place = True
@@ -111,7 +112,7 @@ class NixlExporter:
 
 
 class NixlExport(PageExport):
-    """Implements `stream.KVExport` for one request. Its lease is the word of its first page."""
+    """Describes one request's KV (`stream.KVExport`). The lease is the word of the request's first page."""
 
     def __init__(
         self,
@@ -141,8 +142,8 @@ T = TypeVar("T")
 
 
 class NixlReader:
-    """Implements `KVReader` for this transport. Only `thread` calls the NIXL agent. It polls transfers, so
-    that none blocks it."""
+    """Reads KV from stages' pages by NIXL (`KVReader`). Only `thread` calls the NIXL agent. It polls
+    transfers, so that none blocks it."""
 
     def __init__(self, cache: PagedKVCache, thread: Executor, new: Callable[[], Agent]) -> None:
         self._cache, self._thread = cache, thread
@@ -214,7 +215,7 @@ class NixlReader:
                         count * size,
                     )
 
-    # --- on the thread -----------------------------------------------------------------------------------
+    # --- on the reader's thread ---------------------------------------------------------------------------
 
     async def _on_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)

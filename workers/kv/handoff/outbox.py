@@ -69,7 +69,7 @@ class _Unanswered:
 
 
 class ActorOutbox:
-    """Implements `Outbox` with Ray actors.
+    """Sends messages to the Ray actors of decode workers (`Outbox`).
 
     At most `max_bytes` of copied KV may be unanswered. A slow decode worker thus slows prefill down instead
     of filling the object store.

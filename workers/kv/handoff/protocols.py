@@ -42,7 +42,7 @@ class KVStream(Protocol):
     pages: Sequence[int]
     """The request's page table in the cache that the stage writes to."""
     has_prefix: bool
-    """Whether these pages already hold the KV that the decode worker has."""
+    """True if these pages already hold the KV that the decode worker has."""
 
     def put(self, layer: int, start: int, *sides_T: torch.Tensor) -> int:
         """Start to send one layer's KV of a chunk.

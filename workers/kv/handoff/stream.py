@@ -46,7 +46,7 @@ class KVExporter(Protocol):
     message_bytes: int
     """A message is sent once it announces this much KV, or when its chunk ends."""
     in_place: bool
-    """Whether decode workers read the stage's own pages."""
+    """True if decode workers read the stage's own pages."""
 
     def export(self, pages: Sequence[int]) -> KVExport: ...
 
@@ -62,8 +62,8 @@ class _Layer:
 
 
 class MessageSender:
-    """Implements `KVSender`. With `background`, a separate thread waits for the layers and sends, so that the
-    stage can launch kernels meanwhile."""
+    """Opens the KV streams of requests (`KVSender`). With `background`, a separate thread waits for the
+    layers and sends, so that the stage can launch kernels meanwhile."""
 
     def __init__(self, exporter: KVExporter, outbox: Outbox, *, background: bool) -> None:
         self._exporter, self._outbox = exporter, outbox

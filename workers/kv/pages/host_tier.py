@@ -88,12 +88,13 @@ class HostTier:
         on_gpu.on_evictable = self._offer
 
     def find(self, key: PromptKey, first: int) -> tuple[tuple[int, ...], bool]:
-        """Like `PrefixCache.find`, but return slots of host memory."""
+        """Return the slots of a prompt's longest cached prefix, from page `first` on, and whether all were
+        prefilled densely."""
         return self.pool.prefix_cache.find(key, first)
 
     @property
     def busy(self) -> bool:
-        """Whether blocks wait to be copied to host memory."""
+        """True while blocks wait to be copied to host memory."""
         return self._wake.is_set()
 
     async def run(self) -> None:

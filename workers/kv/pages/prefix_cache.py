@@ -41,7 +41,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, float] = OrderedDict()
         """Evictable pages in the order of eviction, each with the time at which it was unpinned."""
         self._retained: OrderedDict[int, float] = OrderedDict()
-        """Like `_idle`, for pages that are retained."""
+        """Evictable pages that are retained, each with the time at which it was unpinned."""
         self._soonest = float("inf")
         """The earliest time at which the retention of a page in `_retained` ends."""
         self.evicted = 0

@@ -91,7 +91,7 @@ class StoreTier:
 
     @property
     def busy(self) -> bool:
-        """Whether groups wait to be saved."""
+        """True while groups wait to be saved."""
         return self._wake.is_set()
 
     def find(self, key: PromptKey, first: int) -> tuple[list[bytes], bool]:

@@ -27,7 +27,7 @@ class Linear:
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None = None
     quantised: ClassVar[bool] = False
-    """Whether inputs should be quantised to e4m3."""
+    """True if inputs should be quantised to e4m3."""
 
     @property
     def stored(self) -> LinearInput:

@@ -116,7 +116,8 @@ class OpenPrompt:
 
 
 class ChunkAttention:
-    """Implements `LayerAttention` for one chunk. `last_layer`: index of the model's last layer."""
+    """Computes one chunk's attention in each layer (`LayerAttention`). `last_layer`: index of the model's
+    last layer."""
 
     def __init__(
         self,

@@ -46,10 +46,10 @@ _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, t
 
 
 class PrefillStage:
-    """Implements `roles.Stage`. One thread calls its methods.
+    """A pipeline stage that runs chunks of prompts through its layers (`roles.Stage`).
 
-    A second thread calls the functions that `run_chunk` returns, in the same order. Any thread may call
-    `abandon`.
+    One thread calls its methods. A second thread calls the functions that `run_chunk` returns, in the same
+    order. Any thread may call `abandon`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PrefillStage:
                     time.sleep(_ASK_AGAIN_S)
         self._abandoned.clear()
 
-    # --- the role ----------------------------------------------------------------------------------------
+    # --- methods of roles.Stage ---------------------------------------------------------------------------
 
     def open(self, request: OpenRequest) -> None:
         stack, config = self.stack, self.stack.config
@@ -191,7 +191,7 @@ class PrefillStage:
         """Stop a request's chunks. Serials are never reused, so a call after `close` is harmless."""
         self._abandoned.add(serial)
 
-    # --- a chunk -----------------------------------------------------------------------------------------
+    # --- a chunk ------------------------------------------------------------------------------------------
 
     def _receive(self, work: ChunkWork) -> torch.Tensor | None:
         if self._stage == 0:
@@ -234,8 +234,8 @@ class PrefillStage:
         return x
 
     def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor, stream: KVStream) -> Callable[[], None]:
-        """Launch the logits, the rest of the hand-off, and a check for overflow. Returns a function that
-        completes the hand-off.
+        """Launch the logits of the last token, the rest of the KV hand-off, and a check for overflow. Returns
+        a function that completes the hand-off.
 
         The check needs only the last layer's output, because an overflow in any layer stays in the residual.
         """
