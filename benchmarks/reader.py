@@ -200,8 +200,8 @@ class Reader:
 
     @contextmanager
     def recomputed(self, blocks: Sequence[int], phase: Phase = no_phase) -> Iterator[None]:
-        """Within the context, the KV of these blocks (ascending) is recomputed with dense attention over the
-        tokens before them. On exit the old KV returns. phase: Times the recomputation."""
+        """Recompute the KV of these blocks (ascending) with dense attention over all tokens before them. The
+        old KV returns when the `with` block ends. phase: Times the recomputation."""
         if not blocks:
             yield
             return

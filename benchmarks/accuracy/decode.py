@@ -162,7 +162,7 @@ class AnswerDecoder:
 
     @torch.inference_mode()
     def decode(self, plan: Selection | None) -> Decoded:
-        """Decode with a page selection. None: full decode."""
+        """Decode with the page selection `plan`, or over all pages if `plan` is None."""
         forced = self._full if plan is None else self._decode(plan, forced=True)
         greedy = self._greedy if plan is None else self._decode(plan, forced=False)
         answers, agrees = [], []

@@ -169,7 +169,7 @@ def test_pools_only_tasks_where_dense_answers_at_least_half() -> None:
     assert together(rows(task_rows("all", ([True], [True])), "dense")) == [], "one task is its own row"
 
 
-def test_names_rows_that_differ_from_the_recorded_result() -> None:
+def test_reports_rows_that_differ_from_the_recorded_result() -> None:
     found = rows(OUTCOMES, "dense")
     assert apart(found, found) == []
     near = [{**row, "kl": row["kl"] * 1.04} if "kl" in row else row for row in found]

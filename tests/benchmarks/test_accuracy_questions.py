@@ -285,7 +285,7 @@ def test_key_tokens_gain_from_context_and_are_likely_with_it() -> None:
     assert key_tokens(long_A, short_A).tolist() == [True, False, False, True]
 
 
-def test_prefills_a_density_with_the_profiles_thresholds(tmp_path: Path) -> None:
+def test_density_option_uses_the_profiles_thresholds(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path)
     stack = whole_stack(directory)
     profiled = Reader(stack, 1024, make_profile(directory))

@@ -142,7 +142,7 @@ def test_answer_tokens_do_not_influence_which_blocks_are_recomputed(reader: Read
         assert looks.most_attended(count) == other.looks.most_attended(count)
 
 
-def test_recomputed_case_adds_tiles_and_time_to_the_methods(reader: Reader) -> None:
+def test_recomputation_adds_to_the_methods_density_and_time(reader: Reader) -> None:
     read(reader, SPARSE, len(DOCUMENT) - 7)
     answers, looked = ask_and_look(reader, QUESTIONS)
     own = Outcome("streaming", "needles", 761, "a-0", 0.25, {}, ms=10.0, kl=0.5, kl_p95=1.0, perplexity=8.0)

@@ -32,7 +32,7 @@ def some_alike(tokens: int = 1100) -> AttentionInput:
 
 
 @pytest.mark.parametrize("tau", [0.3, 0.8, 0.97])
-def test_sparge_equals_the_oracle(tau: float) -> None:
+def test_sparge_selection_equals_the_oracle(tau: float) -> None:
     x = some_alike()
     for part in (x, chunk_of(x, 512, 1100)):
         selector = SpargeSelector(SpargeOptions(tau=tau, theta=0.4))

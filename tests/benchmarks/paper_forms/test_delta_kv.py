@@ -63,7 +63,7 @@ OF_NAME: Mapping[str, Mapping[str, float]] = {
 
 @pytest.mark.parametrize("phases", PHASES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_delta_kv_in_phases_equals_the_oracle(name: str, phases: dict[str, float]) -> None:
+def test_delta_kv_with_any_options_equals_the_oracle(name: str, phases: dict[str, float]) -> None:
     x = sample()
     backend = backend_of(name, **OF_NAME[name], **phases)
     state = backend.new_state(spec_of(x))

@@ -52,7 +52,7 @@ def test_smoothed_correction_equals_the_oracle(form: str, gamma: int) -> None:
     assert_rows_close(found[:, :, tail:], dense[:, :, tail:])
 
 
-def test_without_smoothing_equals_the_delta_correction() -> None:
+def test_output_without_smoothing_equals_the_delta_correction() -> None:
     x = random_input(900, q_heads=4, kv_heads=2, head_dim=16)
     found, computed = read(x, method("streaming_smoothed", gamma=16))
     expected, tiles = read(x, method("streaming+delta", gamma=16))

@@ -88,7 +88,7 @@ def test_coverage_is_the_mean_mass_of_the_kept_tiles() -> None:
             assert float(found_HI[h, place]) == pytest.approx(sum(shares) / len(shares), abs=1e-5)
 
 
-def test_takes_the_smallest_threshold_with_enough_coverage() -> None:
+def test_chooses_the_smallest_threshold_with_enough_coverage() -> None:
     coverage_LHI = torch.linspace(0.5, 1.0, 64).expand(1, 2, 64).clone()
     coverage_LHI[0, 1] = 0.4
     coverage_LHI[0, 1, -1] = 1.0
@@ -145,7 +145,7 @@ def test_calibrate_refuses_methods_that_include_sink_mass_in_levels() -> None:
     require_thresholds(method_spec("dpxa"))
 
 
-def test_performance_equals_prefill_with_one_heads_threshold_changed(stack: LayerStack) -> None:
+def test_performance_equals_a_prefill_with_one_threshold_changed(stack: LayerStack) -> None:
     document = made(3, 700)
     measured = Performance(stack, document, PAPER)
     ids, answers = with_answers(document)

@@ -138,7 +138,7 @@ WRONG: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize(("says", "change"), WRONG, ids=[says for says, _ in WRONG])
-def test_names_invalid_profile_values(model: Path, tmp_path: Path, says: str, change: Change) -> None:
+def test_error_names_invalid_profile_values(model: Path, tmp_path: Path, says: str, change: Change) -> None:
     content = make_profile(model).model_dump(mode="json", by_alias=True)
     change(content)
     path = tmp_path / "profile.json"
@@ -149,7 +149,7 @@ def test_names_invalid_profile_values(model: Path, tmp_path: Path, says: str, ch
     assert "\n" not in str(caught.value)
 
 
-def test_names_files_that_are_not_a_profile(model: Path, tmp_path: Path) -> None:
+def test_refuses_files_that_are_not_a_profile(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     with pytest.raises(ProfileError, match=r"profile\.json cannot be read: No such file"):
         Profile.read(path)
@@ -210,7 +210,7 @@ MISFITS: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize(("says", "change"), MISFITS, ids=[says for says, _ in MISFITS])
-def test_names_profile_values_that_do_not_fit_the_model(
+def test_error_names_profile_values_that_do_not_fit_the_model(
     model: Path, tmp_path: Path, says: str, change: Change
 ) -> None:
     content = make_profile(model).model_dump(mode="json", by_alias=True)

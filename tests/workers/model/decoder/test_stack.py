@@ -209,7 +209,7 @@ def test_each_rank_loads_its_heads_and_columns(case: Case) -> None:
                     assert torch.equal(mine, theirs.weight_OI.chunk(2, dim=1)[rank])
 
 
-def test_two_ranks_equal_transformers(case: Case) -> None:
+def test_logits_of_two_ranks_equal_transformers(case: Case) -> None:
     def computed(stack: LayerStack) -> torch.Tensor:
         return prefill([stack], case.ids_T, CUTS["ragged"], Pages(stack.config, [table_of(TOKENS)]))
 
@@ -318,7 +318,7 @@ def held(weights: Any) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 6])
-def test_counts_weights_and_kv_like_the_loaded_tensors(case: Case, stages: int) -> None:
+def test_config_counts_the_weights_and_kv_of_the_loaded_tensors(case: Case, stages: int) -> None:
     config = case.config
     for stage, stack in enumerate(load_stages(case, stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
@@ -355,7 +355,7 @@ def test_cuda_logits_equal_transformers_on_the_cpu(case: Case, dtype: torch.dtyp
         assert_bf16_is_no_worse_than_transformers(logits_TV, case)
 
 
-def test_attention_gets_every_layer_with_its_heads(case: Case) -> None:
+def test_forward_calls_attention_for_each_layer_with_its_heads(case: Case) -> None:
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         seen.append((layer, q.shape[1:], k.shape[1:]))
         return torch.zeros_like(q)
@@ -389,7 +389,7 @@ def smollm2() -> Case:
 
 
 @pytest.mark.parametrize(("stages", "cuts"), [(1, (96,)), (3, (32, 50, 14))])
-def test_smollm2_equals_transformers(smollm2: Case, stages: int, cuts: tuple[int, ...]) -> None:
+def test_smollm2_logits_equal_transformers(smollm2: Case, stages: int, cuts: tuple[int, ...]) -> None:
     stack = load_stages(smollm2, stages)
     logits_TV = prefill(stack, smollm2.ids_T, cuts, Pages(smollm2.config, [table_of(96)]))
     assert float(row_errors(logits_TV, smollm2.logits_TV).max()) < LIMIT

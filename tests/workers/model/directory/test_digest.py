@@ -150,7 +150,7 @@ def test_digest_tells_gguf_files_apart_by_tensor_values(model: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 40, b"\x02" + bytes(7) + b"[]", b"\x09" + bytes(7) + b'{"a": {}}']
 )
-def test_names_files_that_are_not_weights(model: Path, content: bytes) -> None:
+def test_error_names_files_that_are_not_weights(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read as safetensors"):
         digest(model)
@@ -311,7 +311,7 @@ def test_accepts_files_that_match_their_published_digests(
         mark_complete(model)
 
 
-def test_names_a_file_without_a_digest_and_says_what_to_do(model: Path) -> None:
+def test_error_names_a_file_without_a_digest_and_says_what_to_do(model: Path) -> None:
     (listed(model) / "more.safetensors").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"no digest of more.safetensors: .*sha256sum") as refused:
         mark_complete(model)

@@ -180,12 +180,12 @@ def test_refuses_quantised_weights_without_a_quantization_config(single: Path) -
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "", "base_model.model.model."])
-def test_names_an_unexpected_prefix_of_tensor_names(single: Path, prefix: str) -> None:
+def test_error_quotes_an_unexpected_prefix_of_tensor_names(single: Path, prefix: str) -> None:
     edit(single, lambda raw: {name.replace("model.", prefix, 1): x for name, x in raw.items()})
     assert f"called {prefix}… where model.… is expected (29 tensors such as" in refusal(single)
 
 
-def test_names_missing_unexpected_and_misshapen_tensors(single: Path) -> None:
+def test_error_names_missing_unexpected_and_misshapen_tensors(single: Path) -> None:
     whole = load_file(single / SINGLE)
     lost = {name: x for name, x in whole.items() if name != DOWN}
     assert f"lack {DOWN}, which config.json asks for" in refusal(edit(single, lambda _raw: lost))

@@ -56,7 +56,7 @@ def test_reads_llama_31_as_published(tmp_path: Path) -> None:
     assert config.eos_ids == (128001, 128008, 128009)
 
 
-def test_old_and_new_rope_keys_read_the_same(tmp_path: Path) -> None:
+def test_old_and_new_rope_keys_give_the_same_configuration(tmp_path: Path) -> None:
     rope = LLAMA31["rope_scaling"] | {"rope_theta": 500000.0}
     new = {key: value for key, value in LLAMA31.items() if key not in ("rope_theta", "rope_scaling")}
     assert read(tmp_path, LLAMA31) == read(tmp_path, new | {"rope_parameters": rope})
@@ -356,7 +356,7 @@ def test_warns_of_a_mistral_gguf_without_its_windows(tmp_path: Path) -> None:
         assert lost_window_note(read(tmp_path, lost | other)) is None
 
 
-def test_names_missing_and_invalid_config_files(tmp_path: Path) -> None:
+def test_error_names_missing_and_invalid_config_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json does not exist"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

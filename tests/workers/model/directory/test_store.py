@@ -159,7 +159,7 @@ def test_converts_a_gguf_in_parts_into_one_directory(prepared: Path, tmp_path: P
     assert GgufSource(parts[1]).config() == json.loads((prepared / "config.json").read_text())
 
 
-def test_names_gguf_parts_that_are_missing_or_of_another_model(tmp_path: Path) -> None:
+def test_error_names_missing_and_foreign_gguf_parts(tmp_path: Path) -> None:
     write_model(tmp_path / "big.gguf", split_max_tensors=8)
     first, second, last = sorted(tmp_path.glob("*.gguf"))
     content = second.read_bytes()
@@ -187,7 +187,7 @@ def test_a_failed_conversion_leaves_no_files(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_names_a_cache_that_is_not_writable(model_file: Path, tmp_path: Path) -> None:
+def test_error_names_a_cache_that_is_not_writable(model_file: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match=r"cannot be converted into .*file/cache: Not a directory \("):
         model_store.model_directory(str(model_file), tmp_path / "file" / "cache")

@@ -149,7 +149,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 908
         ("chat_template.jinja", POINTER, r"chat_template\.jinja is a Git LFS pointer"),
     ],
 )
-def test_names_unusable_tokenizer_files_in_one_line(
+def test_error_names_unusable_tokenizer_files_in_one_line(
     tmp_path: Path, file: str, content: str, message: str
 ) -> None:
     write_tokenizer(tmp_path)

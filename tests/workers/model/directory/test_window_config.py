@@ -29,7 +29,7 @@ GEMMA3: dict[str, Any] = {
 }
 
 
-def test_windows_equal_transformers(tmp_path: Path) -> None:
+def test_reads_which_layers_have_a_sliding_window(tmp_path: Path) -> None:
     windowed = MISTRAL | {"sliding_window": 4096, "max_position_embeddings": 32768}
     config = read(tmp_path, windowed)
     assert (config.sliding_window, config.window_layers) == (4096, tuple(range(32)))

@@ -197,7 +197,7 @@ def test_refuses_a_bos_without_an_id() -> None:
         tokenizer_json(Metadata(metadata))
 
 
-def test_with_ignore_merges_a_word_that_is_a_token_stays_whole() -> None:
+def test_ignore_merges_keeps_a_word_that_is_a_token_whole() -> None:
     assert tokens_of(byte_level("llama-bpe"), "abc") == ["abc"]
     assert tokens_of(byte_level("gpt-2"), "abc") == ["ab", "c"]
 

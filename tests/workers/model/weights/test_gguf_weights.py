@@ -100,7 +100,7 @@ def test_gguf_tensors_equal_the_stored_values(tiny: Path, gguf_dir: Path) -> Non
         assert (source.read_compact(name).dtype == torch.bfloat16) == quantised
 
 
-def test_names_a_truncated_gguf_file(gguf_dir: Path, tmp_path: Path) -> None:
+def test_error_names_a_truncated_gguf_file(gguf_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes((gguf_dir / "tiny.gguf").read_bytes()[:100])
     with pytest.raises(ModelError, match=r"bad\.gguf"):
         open_weights(tmp_path)

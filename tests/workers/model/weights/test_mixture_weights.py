@@ -181,7 +181,7 @@ def test_sigmoid_router_stays_in_float32(beside: Path) -> None:
     weights(torch.randn(3, 64, dtype=torch.bfloat16))
 
 
-def test_names_a_missing_expert(directory: Path) -> None:
+def test_error_names_a_missing_expert(directory: Path) -> None:
     index = json.loads((directory / WEIGHT_INDEX).read_text())
     name = "model.layers.1.mlp.experts.4.up_proj.weight"
     del index["weight_map"][name]

@@ -169,7 +169,7 @@ BROKEN: list[tuple[str, object, dict[str, torch.Tensor | None], str]] = [
 
 
 @pytest.mark.parametrize(("form", "config", "change", "says"), BROKEN)
-def test_names_missing_misshapen_and_unexpected_quantised_tensors(
+def test_error_names_missing_misshapen_and_unexpected_tensors(
     tmp_path: Path, form: str, config: object, change: dict[str, torch.Tensor | None], says: str
 ) -> None:
     write(tmp_path, form)
@@ -308,7 +308,7 @@ def test_refuses_unknown_quantisation_and_names_supported_ones(
         read_config(tmp_path)
 
 
-def test_names_malformed_quantisation_settings(tmp_path: Path) -> None:
+def test_error_names_malformed_quantisation_settings(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'fp8' is not a section of keys"):
         quantised_form(tmp_path, {"quantization_config": "fp8"})
     with pytest.raises(ModelError, match=r"\[128\] is no size of blocks"):
