@@ -4,7 +4,7 @@ and stage."""
 from __future__ import annotations
 
 from deltafront.dashboards.grafana import Dashboard, Panel, Query, Row
-from deltafront.dashboards.promql import NOW, RANGE, in_order, increase, mean, quantile, rate, ratio
+from deltafront.dashboards.promql import NOW, RANGE, in_order, increase, mean, quantile, rate, ratio, series
 
 _METHOD = 'method=~"$method"'
 _COMPUTED, _CAUSAL = "attention_tiles_computed_total", "attention_tiles_causal_total"
@@ -64,6 +64,13 @@ BY_METHOD = Row(
             "The prompts that sparse attention helps least.",
             "percentunit",
             [Query(quantile(0.95, "attention_density_ratio", "method", _METHOD), "{{method}}")],
+        ),
+        Panel(
+            "Measured score",
+            "Over dense attention's, of the default setting, as `deltafront evaluate` found it before this "
+            "service started.",
+            "percentunit",
+            [Query(f"max by (setting) ({series('profile_score_ratio')})", "{{setting}}")],
         ),
         Panel(
             "Prompts",

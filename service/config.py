@@ -46,6 +46,7 @@ class DefaultAttention:
 
     method: str
     measured: bool
+    options: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 RECOMPUTED = 8
@@ -68,7 +69,7 @@ class ServiceConfig(BaseModel):
     @property
     def default_attention(self) -> DefaultAttention:
         if self.door.default_method:
-            return DefaultAttention(self.door.default_method, measured=True)
+            return DefaultAttention(self.door.default_method, True, self.door.default_options)
         sparse = self.model.profile or self.prefill.unmeasured == "allow"
         return DefaultAttention("dpxa" if sparse else "dense", measured=self.model.profile is not None)
 
@@ -119,6 +120,8 @@ class ServiceConfig(BaseModel):
         default = self.default_attention.method
         if default not in named:
             yield "door.default_method", default, {}
+        if self.door.default_options:
+            yield "door.default_options", default, self.door.default_options
         for name, options in self.prefill.warmed_up:
             if options or name not in (*named, default):
                 yield "prefill.warm_up", name, options
@@ -284,16 +287,21 @@ def load(path: Path) -> ServiceConfig:
 
 
 def _with_profile(content: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
-    """Fill in the profile's values for decode. Raises ModelError."""
-    model, decode = content.get("model"), content.get("decode", {})
-    if not isinstance(model, Mapping) or not isinstance(decode, Mapping):
+    """Fill in the profile's values for decode and for requests that name no method. Raises ModelError."""
+    model, decode, door = (content.get(section, {}) for section in ("model", "decode", "door"))
+    if not all(isinstance(section, Mapping) for section in (model, decode, door)):
         return content
     if not isinstance(model.get("profile"), str):
         return content
     path = profile_file(model["profile"], folder)
-    pages = Profile.read(path).decode
-    calibrated = {} if pages is None else pages.model_dump()
-    return {**content, "model": {**model, "profile": str(path)}, "decode": {**calibrated, **decode}}
+    profile = Profile.read(path)
+    decode = {**({} if profile.decode is None else profile.decode.model_dump()), **decode}
+    if profile.measured is not None and not door.get("default_method"):
+        found = profile.measured
+        door = {**door, "default_method": found.method, "default_options": found.options}
+        if decode.get("recompute_blocks") is None:
+            decode = {**decode, "recompute_blocks": found.recompute_blocks}
+    return {**content, "model": {**model, "profile": str(path)}, "decode": decode, "door": door}
 
 
 def _problem(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:

@@ -76,11 +76,19 @@ class Metrics:
         self._declare_prefill()
         self._declare_outcomes()
         self.workers = WorkerGauges(self._gauge)
+        self._score = self._gauge(
+            "profile_score_ratio",
+            "Score over dense attention's that `deltafront evaluate` found for the default setting",
+            "setting",
+        )
         self._certificates = self._gauge(
             "certificate_expiry_timestamp_seconds",
             "When a certificate ends: the door's, or Ray's",
             "certificate",
         )
+
+    def measured(self, setting: str, kept: float) -> None:
+        self._score.labels(setting).set(kept)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], labels: str = "") -> Any:
         return prometheus_client.Histogram(

@@ -3,8 +3,8 @@
 import dataclasses
 import ipaddress
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -86,9 +86,12 @@ class DoorConfig:
     display_name: str = ""
     """The model's readable name. By default model_name if that is given, else the model's own name."""
     default_method: str = ""
-    """The attention method of requests that name none. By default `dpxa` if the model has a profile, else
-    `dense` (`prefill.unmeasured`).
+    """The attention method of requests that name none. By default the profile's measured setting, with its
+    options and `decode.recompute_blocks`; without one `dpxa` if the model has a profile, else `dense`
+    (`prefill.unmeasured`).
     """
+    default_options: Mapping[str, float] = field(default_factory=dict)
+    """Options of default_method, for requests that name neither a method nor options."""
     default_max_tokens: Count = 256
     """The longest answer in tokens, for requests that set no limit."""
     reasoning: Literal["think", "off"] = "off"
@@ -122,6 +125,8 @@ class DoorConfig:
         return self.metrics_host or self.host
 
     def contradictions(self) -> Iterator[str]:
+        if self.default_options and not self.default_method:
+            yield "door.default_options: are of door.default_method, which is not given"
         if self.model_name and not MODEL_ID.fullmatch(self.model_name):
             yield (
                 f"door.model_name = {self.model_name!r}: is an id, of letters, digits and {_ID_MARKS}; "

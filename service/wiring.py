@@ -17,7 +17,7 @@ from deltafront.service.door.tls import Certificates, Gate, TlsFiles
 from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.fleet.fleet_view import FleetView
 from deltafront.service.metrics import Metrics, state_of
-from deltafront.service.request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
+from deltafront.service.request.answers import MeasuredInfo, MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from deltafront.service.request.callers import Callers, Quota
 from deltafront.service.request.calls import SamplingParams
 from deltafront.service.request.check import Limits, model_sampling
@@ -29,7 +29,7 @@ from deltafront.service.tracing import Tracing
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.messages.states import DecodeStats, WorkerStats
 from deltafront.workers.model.adapter import AdapterFiles
-from deltafront.workers.model.calibrated.profile import Profile, load_profile
+from deltafront.workers.model.calibrated.profile import Measured, Profile, load_profile
 from deltafront.workers.model.directory.config_file import lost_window_note, read_config
 from deltafront.workers.model.directory.digest import checked_model, model_digest
 from deltafront.workers.model.directory.headers import check_weights, quantisation_notes
@@ -118,6 +118,8 @@ def request_handler(
         profile=profile,
     )
     resources.grammars.load_soon()
+    if profile is not None and profile.measured is not None:
+        metrics.measured(profile.measured.setting, profile.measured.kept)
     limits = _limits(settings, directory, model, profile, tokenizer.longest_token)
     about = _server_info(settings, model, profile, tokenizer.has_template, metrics_address)
     about = replace(about, default_sampling=SamplingParams(**vars(limits.default_sampling)))
@@ -134,6 +136,7 @@ def _limits(
         prefill=settings.prefill,
         profile=profile,
         default_method=settings.default_attention.method,
+        default_options=settings.default_attention.options,
         default_ttl_s=door.default_session_ttl_s,
         max_ttl_s=decode.max_session_ttl_s,
         longest_token=longest_token,
@@ -193,6 +196,8 @@ def _server_info(
         recency=decode.recency,
         profile=None if profile is None else _profile(profile),
         recompute_blocks=settings.recompute_blocks,
+        default_options=dict(settings.default_attention.options),
+        measured=None if profile is None or profile.measured is None else _measured(profile.measured),
     )
 
 
@@ -202,6 +207,11 @@ def _profile(profile: Profile) -> ProfileInfo:
         options = {key: float(value) for key, value in method.options.items()}
         levels += [ProfileLevel(method.method, options, each.density, each.tokens) for each in method.levels]
     return ProfileInfo(profile.model.name, levels, json.dumps(profile.figures) if profile.figures else "")
+
+
+def _measured(found: Measured) -> MeasuredInfo:
+    told = found.model_dump(exclude={"method", "options", "recompute_blocks", "tokens", "texts"})
+    return MeasuredInfo(setting=found.setting, tokens=list(found.tokens), **told)
 
 
 def authenticator(door: DoorConfig, gate: Gate | None = None) -> Authenticator:

@@ -47,6 +47,8 @@ ROOMS = {
         workers.model.weights kernels""",
     "workers.model.calibrated": "workers.settings workers.model.directory kernels",
     "workers.calibration": "workers.settings workers.model.decoder workers.model.calibrated kernels",
+    "workers.evaluation": """workers.settings workers.calibration workers.decode.reads
+        workers.prefill.stage.phases workers.model.decoder workers.model.calibrated kernels""",
     "workers.kv": """workers.messages workers.settings workers.roles kernels.layers.kv_int8
         kernels.layers.rope""",
     "workers.kv.pages": "workers.messages kernels.constants",
@@ -90,6 +92,7 @@ ROOMS = {
         service.listening service.app""",
     "service.cli": """kernels.constants kernels.methods workers.messages workers.settings
         workers.model.directory workers.model.calibrated workers.model.decoder workers.calibration
+        workers.evaluation
         workers.kv.pages.pool service.errors service.config service.listening service.wiring
         service.request.answers service.request.text.tokenizer service.client service.local""",
 }
@@ -110,8 +113,8 @@ HOMES = {
     "prometheus_client": "service.metrics",
     "opentelemetry": "service.tracing workers.tracing",
     "PIL": "service.cli.drawing",
-    "torch": """kernels workers.model workers.calibration workers.kv workers.prefill workers.decode
-        workers.rendezvous""",
+    "torch": """kernels workers.model workers.calibration workers.evaluation workers.kv workers.prefill
+        workers.decode workers.rendezvous""",
     "triton": "kernels",
     "transformers": "workers.model.decoder.rope_angles",
     "llguidance": "workers.model.grammars",

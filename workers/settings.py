@@ -56,7 +56,7 @@ class ModelSpec:
         dtype: The format of weights, activations and KV cache.
         family_modules: Python modules outside the package that register model families.
         rope_theta, max_position_embeddings: Replace the value in the model's configuration.
-        profile: The model's calibration file.
+        profile: The model's file from `deltafront calibrate` or `deltafront evaluate`.
         digest: The expected `model_digest`. Every process compares it with the model at `path`. Serve's
             application sets it, so that all nodes serve the same model. None: nothing is compared.
         quantisation: `fp8` runs the layers' GEMMs in 8 bits on GPUs, with a scale for each output channel and

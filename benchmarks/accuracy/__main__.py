@@ -76,22 +76,13 @@ from deltafront.benchmarks.accuracy.report import BASELINE, Outcome, line, parse
 from deltafront.benchmarks.accuracy.tasks import TASKS, parse_task
 from deltafront.benchmarks.arguments import parse_shard, parser_of, told
 from deltafront.benchmarks.harness import commit_of
-from deltafront.benchmarks.reader import (
-    MODEL,
-    ROOT,
-    Reader,
-    Reading,
-    SpelledText,
-    known_method,
-    load_text,
-    load_tokenizer,
-    parse_method,
-    warm_up,
-)
+from deltafront.benchmarks.reader import MODEL, ROOT, SpelledText, load_text, load_tokenizer, warm_up
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.methods import load
 from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.calibration.sensitivity import divergence
+from deltafront.workers.evaluation.reader import Reader, Reading
+from deltafront.workers.evaluation.setting import known_method, parse_method
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile, load_profile
 from deltafront.workers.model.decoder.load import load_model

@@ -19,11 +19,11 @@ from deltafront.benchmarks.accuracy.predictions import predicted
 from deltafront.benchmarks.accuracy.quest import QuestAttention, QuestPlan
 from deltafront.benchmarks.accuracy.questions import Answered, ask, padded
 from deltafront.benchmarks.paper_forms.delta_layers import periodic_layers, random_layers
-from deltafront.benchmarks.reader import Reader
 from deltafront.kernels.layers.kv_int8 import quantise
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.decode.decode_attention import BatchRows, LayerPlan, StepAttention, plan_layers
+from deltafront.workers.evaluation.reader import Reader
 from deltafront.workers.kv.cache import PagedKVCache, Sides
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.prefill.stage.phases import PhaseTimer, phase_timer

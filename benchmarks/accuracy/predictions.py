@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deltafront.benchmarks.reader import Reader
+from deltafront.workers.evaluation.reader import Reader
 from deltafront.workers.model.decoder.stack import LayerStack
 
 _ROWS = 512

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from deltafront.benchmarks.accuracy.predictions import predicted
-from deltafront.benchmarks.reader import Reader, parse_method
 from deltafront.kernels.methods import resume_step
 from deltafront.workers.calibration.probes import Question
+from deltafront.workers.evaluation.reader import Reader
+from deltafront.workers.evaluation.setting import parse_method
 from deltafront.workers.model.decoder.recompute import BlockAttention
 from deltafront.workers.prefill.stage.phases import phase_timer
 

@@ -40,7 +40,7 @@ from deltafront.benchmarks.accuracy.tables import served
 from deltafront.benchmarks.accuracy.tasks import TASKS, parse_task
 from deltafront.benchmarks.arguments import parser_of, told
 from deltafront.benchmarks.harness import commit_of, write_json
-from deltafront.benchmarks.reader import load_text, load_tokenizer, split_method
+from deltafront.benchmarks.reader import load_text, load_tokenizer
 from deltafront.benchmarks.streams import ending
 from deltafront.benchmarks.tables import RESULTS, ROOT
 from deltafront.service.client.client import DeltafrontClient
@@ -49,6 +49,7 @@ from deltafront.service.config import load
 from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished, PrefillFinished
 from deltafront.workers.calibration.probes import Document
+from deltafront.workers.evaluation.setting import split_method
 from deltafront.workers.messages.events import Token
 
 CASES = (

@@ -1,5 +1,5 @@
 """Compares prefill methods with dense attention on RULER's tasks, for any model.
 
-Start at `__main__.py`. `fetch.py` downloads models, `samples.py` makes prompts, `reading.py` prefills and
-answers them, `table.py` compares the answers.
+Start at `__main__.py`. `fetch.py` downloads models, `samples.py` and `ruler.py` make prompts,
+`workers.evaluation` answers them and compares. `recall.py` measures which blocks would be recomputed.
 """

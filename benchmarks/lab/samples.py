@@ -1,66 +1,31 @@
-"""Makes prompts that end in their question, as in RULER and in practice: one question per document.
-
-RULER (Hsieh et al. 2024) scores the share of right answers that the model's answer contains. The documents
-are those of `benchmarks.accuracy.ruler`.
-"""
+"""Makes prompts that end in their question, as in RULER and in practice."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from pathlib import Path
 
-from deltafront.benchmarks.accuracy import ruler
-from deltafront.workers.calibration.probes import Document, Text
+from tokenizers import Tokenizer
 
-ANSWER_ROOM = 128
-"""Tokens of a prompt that are reserved for its question, so that prompts do not exceed --tokens."""
-ASKED = 4
-"""Questions per document, of which one is chosen: RULER's four keys."""
-
-Decode = Callable[[Sequence[int]], str]
+from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
+from deltafront.workers.evaluation.ruler import Haystack, make_prompt
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A prompt. answers: All strings that a complete answer contains."""
+def ruler_prompts(
+    tasks: Sequence[str], count: int, tokens: int, texts: Sequence[Path], tokenizer: Tokenizer, seed: int
+) -> list[TaskPrompt]:
+    """Make `count` prompts of each task, of at most `tokens` tokens, from the texts in turn."""
+    hay = [Haystack(path.stem, path.read_text(encoding="utf-8")) for path in texts]
 
-    task: str
-    name: str
-    ids: tuple[int, ...]
-    answers: tuple[str, ...]
+    def length(text: str) -> int:
+        return len(tokenizer.encode(text).ids)
 
-    def score(self, said: str) -> float:
-        """Return the share of right answers that `said` contains (RULER's string_match_all)."""
-        return sum(answer.lower() in said.lower() for answer in self.answers) / len(self.answers)
-
-
-def samples(
-    tasks: Sequence[str], count: int, tokens: int, texts: Mapping[str, Text], decode: Decode, seed: int
-) -> list[Sample]:
-    """Make `count` samples of each task, with at most `tokens` tokens, from one text after the other. The
-    seed decides documents, keys, values and positions."""
-    made = []
-    for task in tasks:
-        for number in range(count):
-            text = list(texts)[number % len(texts)]
-            rng = random.Random(f"{seed} {task} {tokens} {number}")
-            document = ruler.TASKS[f"ruler_{task}"](rng, tokens - ANSWER_ROOM, ASKED, texts[text])
-            prompt, answers = _question(document, rng, decode)
-            made.append(Sample(task, f"{text}-{number}", (*document.ids, *prompt), answers))
-    return made
+    return [
+        make_prompt(task, f"{seed}-{number}", tokens, hay[number % len(hay)], length)
+        for task in tasks
+        for number in range(count)
+    ]
 
 
-def _question(
-    document: Document, rng: random.Random, decode: Decode
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Choose one of a document's questions. Its right answers are those of all questions with the same
-    prompt.
-
-    A question whose prompt begins with another question's prompt is not chosen: it asks for the remaining
-    answers.
-    """
-    prompts = {one.prompt for one in document.questions}
-    whole = [a for a in sorted(prompts) if not any(a != b and a[: len(b)] == b for b in prompts)]
-    chosen = rng.choice(whole)
-    return chosen, tuple(decode(one.gold).strip() for one in document.questions if one.prompt == chosen)
+def tokenised(prompts: Sequence[TaskPrompt], tokenizer: Tokenizer) -> list[Sample]:
+    return [Sample(one, tuple(tokenizer.encode(one.text).ids)) for one in prompts]

@@ -13,10 +13,11 @@ import torch
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.arguments import parser_of
-from deltafront.benchmarks.reader import MODEL, load_text, load_tokenizer, parse_method
+from deltafront.benchmarks.reader import MODEL, load_text, load_tokenizer
 from deltafront.kernels.methods import MethodSpec, load, method_spec
 from deltafront.workers.calibration.method_levels import realised
 from deltafront.workers.calibration.probes import Document, needles
+from deltafront.workers.evaluation.setting import parse_method
 from deltafront.workers.model.calibrated.profile import (
     Level,
     MethodLevels,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from deltafront.kernels.constants import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
 from deltafront.service.cli.planner import Demand, HostPlan, best, configuration, gpus_needed, longest, uses
 from deltafront.service.cli.size import GIB, kv_bytes
-from deltafront.service.config import ConfigError
+from deltafront.service.config import RECOMPUTED, ConfigError
 from deltafront.service.local.machine import Gpu, Machine
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.directory.model_config import ModelConfig
@@ -49,12 +49,15 @@ class Choice:
     lines: tuple[str, str]
 
 
-def choose(model: ModelConfig, path: str, machine: Machine, wishes: Wishes) -> Choice:
+def choose(
+    model: ModelConfig, path: str, machine: Machine, wishes: Wishes, blocks: int = RECOMPUTED
+) -> Choice:
     """Choose how to serve a model on this machine.
 
     Args:
         model: The configuration in the model's directory.
         path: The model's directory, file or hub id, for the configuration.
+        blocks: Recomputed blocks of a sparse prompt, which take pages.
 
     Raises:
         ConfigError: The machine has fewer GPUs than requested, or the model does not fit them.
@@ -68,7 +71,7 @@ def choose(model: ModelConfig, path: str, machine: Machine, wishes: Wishes) -> C
     gpus = _used_gpus(machine, wishes)
     if not gpus:
         return _on_cpu(model, path, machine, wishes)
-    return _on_gpus(model, path, machine, gpus, wishes)
+    return _on_gpus(model, path, machine, gpus, wishes, blocks)
 
 
 def _check_numbers(wishes: Wishes) -> None:
@@ -108,7 +111,9 @@ def _given(**keys: int | None) -> dict[str, int]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def _on_gpus(model: ModelConfig, path: str, machine: Machine, gpus: Sequence[Gpu], wishes: Wishes) -> Choice:
+def _on_gpus(
+    model: ModelConfig, path: str, machine: Machine, gpus: Sequence[Gpu], wishes: Wishes, blocks: int
+) -> Choice:
     demand = Demand(
         model=model,
         gpus=len(gpus),
@@ -116,6 +121,7 @@ def _on_gpus(model: ModelConfig, path: str, machine: Machine, gpus: Sequence[Gpu
         tokens=wishes.max_model_len or model.positions,
         stages=wishes.stages,
         ranks=wishes.tensor_parallel,
+        recompute_blocks=max(blocks, RECOMPUTED),
     )
     if next(uses(demand), None) is None:
         raise ConfigError(

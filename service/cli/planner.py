@@ -53,6 +53,7 @@ class Demand:
     ranks: int | None = None
     reserve_gib: float = RESERVE_GIB
     host_cache_gib: float = 0.0
+    recompute_blocks: int = RECOMPUTED
 
     @property
     def room(self) -> int:
@@ -128,7 +129,7 @@ def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
     if use.beside:
         left += demand.room - stage - int(demand.gpu_gib * GIB)
     pages = max(left, 0) // page
-    held = max(prompts, demand.concurrency) * (context + recomputed_tokens(demand.tokens))
+    held = max(prompts, demand.concurrency) * (context + recomputed_tokens(demand))
     if stage > demand.room or pages * PAGE_TOKENS < held:
         return None
     tokens = pages * PAGE_TOKENS
@@ -166,9 +167,9 @@ def cache_tokens(tokens: int) -> int:
     return max(pages_for(tokens) * PAGE_TOKENS, _LEAST_TOKENS)
 
 
-def recomputed_tokens(tokens: int) -> int:
+def recomputed_tokens(demand: Demand) -> int:
     """Return the cache tokens needed for the recomputed blocks of a sparse prompt."""
-    return PAGE_TOKENS * recompute_pages(RECOMPUTED, tokens, appended=False)
+    return PAGE_TOKENS * recompute_pages(demand.recompute_blocks, demand.tokens, appended=False)
 
 
 def missing_bytes(demand: Demand) -> int:
@@ -179,7 +180,7 @@ def missing_bytes(demand: Demand) -> int:
 def _excess(demand: Demand, use: HostUse) -> int:
     context, how = cache_tokens(demand.tokens), (demand.dtype, use.quantisation, demand.kv_dtype)
     stage = _stage_bytes(demand, use, context) - demand.room
-    held = demand.concurrency * (context + recomputed_tokens(demand.tokens))
+    held = demand.concurrency * (context + recomputed_tokens(demand))
     rank = rank_bytes(demand.model, use.ranks, held, *how) - demand.room
     return stage + rank + int(demand.gpu_gib * GIB) if use.beside else max(stage, rank)
 

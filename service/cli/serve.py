@@ -12,11 +12,12 @@ import typer
 from deltafront.service.cli.automatic import NO_WISHES, Wishes, choose
 from deltafront.service.cli.size_command import HUB
 from deltafront.service.cli.terminal import err, fail
-from deltafront.service.config import ConfigError, ServiceConfig, load, parse
+from deltafront.service.config import RECOMPUTED, ConfigError, ServiceConfig, load, parse
 from deltafront.service.local.log_file import default_log, output_to
 from deltafront.service.local.machine import this_machine
 from deltafront.service.local.readiness import StartError
 from deltafront.service.wiring import checked_config, local_model
+from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.model.directory.digest import COMPLETE, mark_complete
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import model_directory
@@ -54,6 +55,9 @@ def serve_command(
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of metrics; overrides door.metrics_port.")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Without --config: the file that evaluate or calibrate wrote.")
+    ] = None,
     log: Annotated[
         Path | None, typer.Option(help="Log file of Ray, Serve and HAProxy; each start replaces it.")
     ] = None,
@@ -67,7 +71,7 @@ def serve_command(
             tensor_parallel=tensor_parallel,
             max_model_len=max_model_len,
         )
-        read = read_settings(config, model, adapter, wishes)
+        read = read_settings(config, model, adapter, wishes, profile)
         ports = {"http_port": port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         settings = local_model(with_keys(read, "door", ports))
         signal.signal(signal.SIGTERM, _interrupt)
@@ -79,7 +83,11 @@ def serve_command(
 
 
 def read_settings(
-    config: Path | None, model: str | None, adapter: str | None, wishes: Wishes = NO_WISHES
+    config: Path | None,
+    model: str | None,
+    adapter: str | None,
+    wishes: Wishes = NO_WISHES,
+    profile: Path | None = None,
 ) -> ServiceConfig:
     """Read the configuration file; without one, choose a configuration for this machine and print it.
 
@@ -90,7 +98,9 @@ def read_settings(
     if config is None:
         if model is None:
             raise ConfigError("give --config FILE or --model NAME (deploy/config/demo.yaml is an example)")
-        return _chosen(model, adapter, wishes)
+        return _chosen(model, adapter, wishes, profile)
+    if profile is not None:
+        raise ConfigError("--profile: with --config set model.profile")
     if replace(wishes, max_model_len=None) != NO_WISHES:
         raise ConfigError("--gpus, --device, --stages, --tensor-parallel: with --config set its keys")
     if model is None and adapter is not None:
@@ -100,13 +110,14 @@ def read_settings(
     return with_keys(settings, "model", {"max_position_embeddings": wishes.max_model_len})
 
 
-def _chosen(model: str, adapter: str | None, wishes: Wishes) -> ServiceConfig:
-    path = HUB.get(model, model)
-    choice = choose(checked_config(model_directory(path)), path, this_machine(), wishes)
+def _chosen(model: str, adapter: str | None, wishes: Wishes, profile: Path | None) -> ServiceConfig:
+    path, measured = HUB.get(model, model), None if profile is None else Profile.read(profile).measured
+    blocks = RECOMPUTED if measured is None else measured.recompute_blocks
+    choice = choose(checked_config(model_directory(path)), path, this_machine(), wishes, blocks)
     for name, line in zip(("machine", "context"), choice.lines, strict=True):
         err.print(f"{name:9} {line}", soft_wrap=True, markup=False, highlight=False)
-    content = choice.content | {"model": choice.content["model"] | {"adapter": adapter}}
-    return parse(content, "--model")
+    given = {"adapter": adapter, "profile": None if profile is None else str(profile.resolve())}
+    return parse(choice.content | {"model": choice.content["model"] | given}, "--model")
 
 
 def _with_other_model(settings: ServiceConfig, model: str, adapter: str | None) -> ServiceConfig:
@@ -116,7 +127,7 @@ def _with_other_model(settings: ServiceConfig, model: str, adapter: str | None) 
     decode = replace(settings.decode, page_selection="full", delta_layers=())
     warm_up = tuple(dict.fromkeys(name for name, _ in settings.prefill.warmed_up))
     prefill = replace(settings.prefill, method_options={}, warm_up=warm_up)
-    door = replace(settings.door, model_name="", display_name="", default_method="")
+    door = replace(settings.door, model_name="", display_name="", default_method="", default_options={})
     changes = {"model": spec, "prefill": prefill, "decode": decode, "door": door}
     return settings.model_copy(update=changes)
 
@@ -133,10 +144,16 @@ def with_keys(settings: ServiceConfig, section: str, keys: Mapping[str, int | No
 def describe_attention(settings: ServiceConfig) -> str:
     """Describe, in one line, the attention of requests that name no method."""
     default, blocks = settings.default_attention, settings.recompute_blocks
-    chosen = "dense" if default.method == "dense" else f"{default.method}, {blocks} blocks recomputed"
-    if default.measured:
+    options = "".join(f" {key}={value:g}" for key, value in default.options.items())
+    again = "" if default.method == "dense" else f", {blocks} blocks recomputed"
+    chosen = f"{default.method}{options}{again}"
+    if not default.measured:
+        return f"{chosen}; this model was not measured: deltafront evaluate, or set door.default_method"
+    profile = settings.model.profile
+    measured = None if profile is None else Profile.read(Path(profile)).measured
+    if measured is None or (measured.method, measured.options) != (default.method, default.options):
         return chosen
-    return f"{chosen}; this model was not measured: deltafront calibrate, or set door.default_method"
+    return f"{chosen}; measured: {measured.verdict}"
 
 
 def _serve(settings: ServiceConfig, log: Path) -> None:

@@ -208,6 +208,8 @@ def show_info(console: Console, info: ServerInfo) -> None:
     console.print(methods)
     if info.profile is not None:
         _show_profile(console, info.profile)
+    if info.measured is not None:
+        console.print(escape(f"Measured: {info.measured.verdict}"))
 
 
 def _page_selection(info: ServerInfo) -> str:

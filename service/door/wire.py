@@ -67,6 +67,7 @@ _KINDS: Mapping[type[Message], type[Any]] = {
     pb.MethodInfo: answers.MethodInfo,
     pb.Profile: answers.ProfileInfo,
     pb.ProfileLevel: answers.ProfileLevel,
+    pb.Measured: answers.MeasuredInfo,
 }
 """The dataclass of each message."""
 _ALWAYS_READ = ("attention", "sampling", "usage", "timings", "density", "expires")

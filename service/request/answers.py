@@ -1,5 +1,6 @@
 """The events of an answer, as door and Python client see them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deltafront.service.request.calls import SamplingParams
@@ -86,6 +87,24 @@ class ProfileInfo:
 
 
 @dataclass(frozen=True)
+class MeasuredInfo:
+    """The setting that an evaluation of the model found (`workers.model.calibrated.profile.Measured`)."""
+
+    setting: str
+    tokens: list[int]
+    samples: int
+    density: float
+    dense: float
+    score: float
+    kept: float
+    low: float
+    high: float
+    lost: int
+    won: int
+    verdict: str
+
+
+@dataclass(frozen=True)
 class ServerInfo:
     """A server's model, limits and methods. `display_name` is the model's name for people."""
 
@@ -114,3 +133,5 @@ class ServerInfo:
     display_name: str = ""
     chat_template: bool = False
     default_sampling: SamplingParams | None = None
+    default_options: Mapping[str, float] = field(default_factory=dict)
+    measured: MeasuredInfo | None = None

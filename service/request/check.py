@@ -59,6 +59,7 @@ class Limits:
     prefill: PrefillConfig
     profile: Profile | None
     default_method: str
+    default_options: Mapping[str, float]
     default_ttl_s: float
     max_ttl_s: float
     longest_token: int
@@ -208,8 +209,10 @@ def _method(attention: AttentionMethod, limits: Limits) -> MethodSpec:
     named = len(attention.name) <= _MAX_NAME and all(len(name) <= _MAX_NAME for name in attention.options)
     _require(named, "attention", f"names of methods and options have at most {_MAX_NAME} characters")
     _require(len(attention.options) <= _MAX_OPTIONS, "attention.options", f"at most {_MAX_OPTIONS} are taken")
+    named_one = attention.name or attention.options
+    options = attention.options if named_one else limits.default_options
     try:
-        spec = limits.prefill.method(attention.name or limits.default_method, attention.options)
+        spec = limits.prefill.method(attention.name or limits.default_method, options)
         thresholds_for(limits.profile, spec)
     except MethodError as error:
         field = "attention.name" if error.field == "method" else error.field.replace("method_", "attention.")

@@ -23,13 +23,14 @@ from deltafront.benchmarks.accuracy.questions import (
     by_subject,
 )
 from deltafront.benchmarks.cases_decode import PROFILED
-from deltafront.benchmarks.reader import Reader, parse_method
 from deltafront.benchmarks.tables import RESULTS, ROOT
 from deltafront.kernels.methods import MethodError
 from deltafront.service.config import load
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.decode.decode_attention import BatchRows, plan_layers
+from deltafront.workers.evaluation.reader import Reader
+from deltafront.workers.evaluation.setting import parse_method
 
 from ..workers.profiles import make_profile
 from ..workers.tiny_model import make_tiny_model, whole_stack

@@ -20,9 +20,9 @@ from deltafront.benchmarks.accuracy.questions import (
     ask_recomputed,
 )
 from deltafront.benchmarks.accuracy.report import Outcome, parse_gate, rows
-from deltafront.benchmarks.reader import Reader
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.calibration.probes import Question
+from deltafront.workers.evaluation.reader import Reader
 from deltafront.workers.model.decoder.recompute import QUESTION_ROWS, BlockAttention
 
 from ..workers.tiny_model import make_tiny_model, whole_stack

@@ -12,7 +12,8 @@ from deltafront.benchmarks import kernels, tables
 from deltafront.benchmarks.accuracy import served
 from deltafront.benchmarks.accuracy.__main__ import _arguments, _load
 from deltafront.benchmarks.beside_flashinfer import __main__ as beside_flashinfer
-from deltafront.benchmarks.reader import Reader, split_method
+from deltafront.workers.evaluation.reader import Reader
+from deltafront.workers.evaluation.setting import split_method
 
 from ..workers.tiny_model import make_tiny_model, whole_stack
 

@@ -65,9 +65,9 @@ def test_worker_gauges_are_not_summed_over_doors(dashboard: Dashboard) -> None:
     for gauge in (f"deltafront_{name}" for kind, name in declared() if kind == "gauge"):
         for expr in expressions(dashboard):
             uses = len(re.findall(rf"\b{gauge}\b", expr))
-            assert uses == len(re.findall(rf"max by \(worker(?:, (?:phase|tier))?\) \({gauge}\{{", expr)), (
-                expr
-            )
+            assert uses == len(
+                re.findall(rf"max by \((?:worker(?:, (?:phase|tier))?|setting)\) \({gauge}\{{", expr)
+            ), expr
 
 
 @every

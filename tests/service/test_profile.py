@@ -20,6 +20,7 @@ from deltafront.service.client import DeltafrontClient, PrefillFinished
 from deltafront.service.config import ConfigError, ServiceConfig, load, parse
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.wiring import check_start
+from deltafront.workers.model.calibrated.profile import Measured
 from deltafront.workers.model.directory import store
 from deltafront.workers.settings import DecodeConfig
 
@@ -259,6 +260,53 @@ def test_info_shows_the_profile_and_effective_settings(make_house: Make, model: 
         assert text in shown.output
     raw = json.loads(CliRunner().invoke(app, ["info", "--address", house.address, "--json"]).output)
     assert raw["profile"]["levels"][0]["options"] == {"sink": 1, "window": 1, "stride": 8}
+
+
+def test_measured_setting_is_the_default_of_requests_that_name_none(
+    make_house: Make, model: Path, tmp_path: Path
+) -> None:
+    measured = Measured(
+        method="xattention+delta",
+        options={"share": 0.25, "gamma": 32},
+        recompute_blocks=5,
+        tokens=(6000,),
+        samples=120,
+        density=0.3,
+        dense=0.8,
+        score=0.79,
+        kept=0.9875,
+        low=0.975,
+        high=1.0,
+        lost=2,
+        won=1,
+        verdict="xattention+delta keeps 0.9875 [of dense]",
+    )
+    path = write_profile(model, tmp_path / "measured.json", measured=measured)
+    content = settings(model, default_method="").model_dump(mode="json")
+    content["model"]["profile"], content["decode"]["recompute_blocks"] = str(path), None
+    house = make_house(parse(content))
+    spec = read_by(house)
+    assert (spec.name, spec.values["share"], spec.values["gamma"]) == ("xattention+delta", 0.25, 32)
+    assert read_by(house, options={"tau": 0.7}).values["share"] == 0.0
+    assert read_by(house, method="dpxa").values["share"] == 0.0
+    with DeltafrontClient(house.address) as client:
+        info = client.info()
+    assert (info.default_method, info.recompute_blocks) == ("xattention+delta", 5)
+    assert info.default_options == {"share": 0.25, "gamma": 32} and info.measured is not None
+    assert (info.measured.setting, info.measured.kept) == (measured.setting, 0.9875)
+    assert (info.measured.tokens, info.measured.lost) == ([6000], 2)
+    shown = CliRunner().invoke(app, ["info", "--address", house.address], env={"COLUMNS": "160"})
+    assert "Measured: xattention+delta keeps 0.9875 [of dense]" in shown.output
+    series = f'deltafront_profile_score_ratio{{setting="{measured.setting}"}} 0.9875'
+    assert series in house.metrics.expose().decode()
+
+
+def test_options_without_a_default_method_stop_the_start() -> None:
+    content = {"model": {"path": "m"}, "decode": {"page_selection": "full"}}
+    with pytest.raises(ConfigError, match=r"door\.default_options: are of door\.default_method, which"):
+        parse({**content, "door": {"default_options": {"share": 0.2}}})
+    with pytest.raises(ConfigError, match=r"door\.default_options: .*no option 'tua'"):
+        parse({**content, "door": {"default_method": "dpxa", "default_options": {"tua": 1}}})
 
 
 def test_info_shows_no_profile_if_none_is_served(make_house: Make) -> None:

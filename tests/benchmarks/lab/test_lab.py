@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 
-from deltafront.benchmarks.lab.reading import Case, Together
-from deltafront.benchmarks.lab.samples import Sample, samples
-from deltafront.benchmarks.lab.table import Compared, ratio_interval, row, t_quantile, table
-from deltafront.benchmarks.reader import Reader
+from deltafront.benchmarks.lab.recall import chosen, fact_blocks, recalled
+from deltafront.benchmarks.lab.samples import ruler_prompts, tokenised
+from deltafront.kernels.constants import BLOCK
 from deltafront.tests.workers.tiny_model import make_tiny_model, whole_stack
-from deltafront.workers.calibration.probes import Text
+from deltafront.workers.decode.reads import tail_start
+from deltafront.workers.evaluation.answering import Together
+from deltafront.workers.evaluation.comparison import compare
+from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
+from deltafront.workers.evaluation.reader import Reader
+from deltafront.workers.evaluation.setting import Setting
+from deltafront.workers.model.decoder.recompute import BlockAttention
 from deltafront.workers.model.decoder.stack import LayerStack
 
-
-def _ids(text: str) -> list[int]:
-    return list(text.encode())
+SPARSE = "streaming:min_tokens=0,window=128"
 
 
-def _decode(ids: object) -> str:
-    return bytes(ids).decode()  # type: ignore[call-overload]
+def decode(ids: object) -> str:
+    return ",".join(map(str, ids))  # type: ignore[call-overload]
 
 
-SENTENCES = " ".join(f"Sentence {n} tells of nothing." for n in range(600))
-TEXT = Text(SENTENCES, lambda texts: [_ids(text) for text in texts])
+def sample(ids: tuple[int, ...], name: str = "0", question: tuple[int, ...] = ()) -> Sample:
+    return Sample(TaskPrompt("any", name, "", "?", ("never",)), ids, question)
 
 
 @pytest.fixture(scope="module")
@@ -42,35 +46,17 @@ def ids_of(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(1, 60) for _ in range(count))
 
 
-def test_a_sample_ends_in_one_question_and_contains_its_answers() -> None:
-    tasks = ["single_2", "multikey_1", "multikey_2", "multivalue", "multiquery", "variables"]
-    made = samples(tasks, 2, 4000, {"prose": TEXT}, _decode, seed=3)
-    assert [sample.task for sample in made] == [task for task in tasks for _ in range(2)]
-    for sample in made:
-        text = _decode(sample.ids)
-        assert 3500 < len(sample.ids) <= 4000 + 256  # ids are bytes, so questions exceed their reserve
-        assert len(sample.answers) == {"multivalue": 4, "multiquery": 4, "variables": 5}.get(sample.task, 1)
-        assert all(answer in text for answer in sample.answers)
-        assert sample.score(" ".join(sample.answers)) == 1.0 and sample.score("none") == 0.0
-    assert samples(["multivalue"], 1, 4000, {"prose": TEXT}, _decode, seed=4)[0] != made[6]
-
-
-def test_samples_ask_for_keys_anywhere_in_the_document() -> None:
-    made = samples(["multikey_1"], 12, 3000, {"prose": TEXT}, _decode, seed=1)
-    places = [_decode(sample.ids).index(sample.answers[0]) / len(sample.ids) for sample in made]
-    assert min(places) < 0.3 and max(places) > 0.6
-
-
-@pytest.mark.parametrize("case", ["dense", "streaming:min_tokens=0,window=128@3", "dpxa:min_tokens=0@0"])
-def test_batched_answers_equal_answers_one_by_one(stack: LayerStack, case: str) -> None:
-    given = Case.parse(case)
-    prompts = [Sample("any", str(n), ids_of(length, n), ("never",)) for n, length in enumerate((700, 523))]
-    decode = lambda ids: ",".join(map(str, ids))  # noqa: E731
-    (together,) = Together(stack, 2, 720).answers(given.method, [given.blocks], prompts, 256, 9, decode)
+@pytest.mark.parametrize("given", ["dense", "streaming:min_tokens=0,window=128@3", "dpxa:min_tokens=0@0"])
+def test_batched_answers_equal_answers_one_by_one(stack: LayerStack, given: str) -> None:
+    setting = Setting.parse(given)
+    prompts = [sample(ids_of(length, n), str(n)) for n, length in enumerate((700, 523))]
+    (together,) = Together(stack, 2, 720).answers(setting.method, [setting.blocks], prompts, 256, 9, decode)
     for prompt, answer in zip(prompts, together, strict=True):
-        ((alone,),) = Together(stack, 1, 720).answers(given.method, [given.blocks], [prompt], 256, 9, decode)
+        ((alone,),) = Together(stack, 1, 720).answers(
+            setting.method, [setting.blocks], [prompt], 256, 9, decode
+        )
         assert answer.said == alone.said and answer.density == pytest.approx(alone.density)
-        if case == "dense":
+        if given == "dense":
             reader, said = Reader(stack, 720), list[int]()
             hidden_1C = reader.read(prompt.ids, "dense", 256).tail_TC
             for _ in range(9):
@@ -96,8 +82,7 @@ def test_prefills_the_prompts_end_again_densely(stack: LayerStack) -> None:
 
 
 def test_answers_one_prefill_with_each_number_of_recomputed_blocks(stack: LayerStack) -> None:
-    prompts, decode = [Sample("any", "0", ids_of(700), ("never",))], lambda ids: ",".join(map(str, ids))
-    method, together = "streaming:min_tokens=0,window=128", Together(stack, 1, 720)
+    prompts, method, together = [sample(ids_of(700))], SPARSE, Together(stack, 1, 720)
     (none,), (two,), (all_blocks,) = together.answers(method, [0, 2, 9], prompts, 256, 9, decode)
     for blocks, answer in ((0, none), (2, two), (9, all_blocks)):
         ((alone,),) = together.answers(method, [blocks], prompts, 256, 9, decode)
@@ -107,41 +92,67 @@ def test_answers_one_prefill_with_each_number_of_recomputed_blocks(stack: LayerS
 
 
 def test_measures_log_probability_of_dense_attentions_answer(stack: LayerStack) -> None:
-    prompts, decode = [Sample("any", "0", ids_of(700), ("never",))], lambda ids: ",".join(map(str, ids))
+    prompts = [sample(ids_of(700))]
     together, reader, expected = Together(stack, 1, 720), Reader(stack, 720), list[float]()
     ((dense,),) = together.answers("dense", [0], prompts, 256, 9, decode)
-    method = "streaming:min_tokens=0,window=128"
-    ((sparse,),) = together.answers(method, [0], prompts, 256, 9, decode, [dense.ids])
-    hidden_1C = reader.read(prompts[0].ids, method, 256).tail_TC
+    ((sparse,),) = together.answers(SPARSE, [0], prompts, 256, 9, decode, [dense.ids])
+    hidden_1C = reader.read(prompts[0].ids, SPARSE, 256).tail_TC
     for token in dense.ids:
         expected.append(float(stack.logits(hidden_1C)[0].log_softmax(-1)[token]))
         hidden_1C = reader.append([token])
     assert sparse.logp == pytest.approx(fmean(expected), abs=1e-4) and sparse.logp != dense.logp
     assert dense.agreement == 1.0
-    compared = Compared(prompts)
-    compared.add(Case("dense"), [dense])
-    compared.add(Case(method), [sparse])
-    assert compared.rows[1]["logp"] == sparse.logp - dense.logp
+    row = compare(SPARSE, [prompts[0].prompt], [sparse], [dense])
+    assert row.logp == sparse.logp - dense.logp and row.same == (sparse.said == dense.said)
 
 
-def test_result_row_counts_lost_and_won_answers() -> None:
-    dense, scores = [1.0, 1.0, 0.5, 0.0], [1.0, 0.0, 0.75, 0.25]
-    made = row("dpxa@8", ["a", "a", "b", "b"], scores, dense, [0.2] * 4, [1.0] * 4)
-    assert (made["lost"], made["won"], made["ratio"]) == (1, 2, 0.8)
-    assert made["by_task"] == {"a": 0.5, "b": 0.5}
-    first = row("dense", ["a", "a", "b", "b"], dense, dense, [1.0] * 4, [1.0] * 4)
-    assert "a 1.00 → 0.50" in table([first, made]) and "1 / 2 of 4" in table([first, made])
+@pytest.mark.parametrize("blocks", [0, 9])
+def test_question_on_a_session_is_appended_densely(stack: LayerStack, blocks: int) -> None:
+    """With every block recomputed, as after dense prefill of all; the last block is sparse otherwise."""
+    document, question = ids_of(640), ids_of(90, 1)
+    together, reader = Together(stack, 1, 760), Reader(stack, 760)
+    asked = sample(document, question=question)
+    ((answer,),) = together.answers(SPARSE, [blocks], [asked], 256, 9, decode)
+    with torch.inference_mode():
+        reader.read(document, "dense" if blocks else SPARSE, 256)
+        hidden_1C, said = reader.append(question)[-1:], list[int]()
+        for _ in range(9):
+            said.append(int(stack.logits(hidden_1C)[0].argmax()))
+            hidden_1C = reader.append(said[-1:])
+    assert answer.ids == tuple(said)
+    assert answer.density > reader.read(document, SPARSE, 256).density
 
 
-def test_confidence_intervals_cover_the_true_ratio() -> None:
-    for degrees, expected in ((10, 2.2281), (30, 2.0423), (179, 1.9733)):  # published 0.975 quantiles
-        assert t_quantile(0.975, degrees) == pytest.approx(expected, abs=0.003)
-    rng = random.Random(0)
-    inside = 0
-    for _ in range(400):
-        dense = [float(rng.random() < 0.8) for _ in range(60)]
-        scores = [d if rng.random() < 0.9 else float(rng.random() < 0.5) for d in dense]
-        low, high = ratio_interval(scores, dense) or (math.nan, math.nan)
-        inside += low <= (0.8 * 0.95 + 0.2 * 0.05) / 0.8 <= high
-    assert fmean([inside / 400]) > 0.9
-    assert ratio_interval([1.0], [1.0]) is None
+def test_recall_finds_the_blocks_of_the_facts_and_both_rules(stack: LayerStack) -> None:
+    words = [f"w{n}" for n in range(150)]
+    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    rng = random.Random(1)
+    document = " ".join(rng.choice(words[:120]) for _ in range(900)).split()
+    document[300], document[700] = "w140", "w141"
+    prompt = TaskPrompt("any", "0", " ".join(document), " w3", ("w140", "w141", "absent"))
+    ids, facts = fact_blocks(prompt, tokenizer)
+    assert facts == {300 // BLOCK, 700 // BLOCK} and len(ids) == 901
+    reader = Reader(stack, len(ids))
+    found = recalled(reader, ids, facts, 256)
+    assert found is not None and set(found) == {(rule, n) for rule in ("mean", "max") for n in (8, 32)}
+    assert found["mean", 8] == 1.0  # of six blocks all are chosen
+    start = tail_start(len(ids))
+    looks = BlockAttention(start)
+    with torch.inference_mode():
+        reader.length = start
+        reader.append(ids[start:], look=lambda layer, q_THD: looks.add(q_THD, reader.document(layer)[0]))
+        for count in (1, 2, 3):
+            assert sorted(chosen(looks.mass(), start, "mean", count)) == looks.most_attended(count)
+
+
+def test_lab_takes_rulers_prompts_and_files_of_prompts(tmp_path: Path) -> None:
+    text, tokenizer = tmp_path / "prose.txt", Tokenizer(WordLevel({"w": 0}, unk_token="w"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    text.write_text(" ".join(f"Sentence {n} tells of nothing." for n in range(90)))
+    made = ruler_prompts(["multikey_1", "multivalue"], 2, 1500, [text], tokenizer, seed=3)
+    assert [one.task for one in made] == ["multikey_1"] * 2 + ["multivalue"] * 2
+    assert len({one.source for one in made}) == 4
+    for one, tokens in zip(made, tokenised(made, tokenizer), strict=True):
+        assert 1400 < tokens.tokens == len(one.text.split()) <= 1500
+    assert ruler_prompts(["multivalue"], 1, 1500, [text], tokenizer, seed=4)[0] != made[2]

@@ -7,9 +7,9 @@ from typing import Any
 
 from deltafront.benchmarks.accuracy.__main__ import METHODS
 from deltafront.benchmarks.paper_forms.table import CASES_TODAY, NO_KERNELS, ROWS, SOURCES, forms
-from deltafront.benchmarks.reader import known_method
 from deltafront.benchmarks.tables import RESULTS
 from deltafront.kernels.methods import PRESETS, load
+from deltafront.workers.evaluation.setting import known_method
 
 for module in METHODS:
     load(module)

@@ -1,8 +1,8 @@
 """A model's profile: a JSON file of calibrated values.
 
 `prefill` has levels of thresholds for each attention method and the options that change its scores. A level
-reaches one mean density at one prompt length. `decode` has the Δ-layers and the page budget. `figures` is
-only for human readers.
+reaches one mean density at one prompt length. `decode` has the Δ-layers and the page budget, `measured`
+the result of `deltafront evaluate`. `figures` is only for human readers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deltafront.workers.model.directory.digest import model_digest
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import config_of, located, profile_file
-from deltafront.workers.settings import Count, DecodeConfig, Layer, ModelSpec
+from deltafront.workers.settings import Blocks, Count, DecodeConfig, Layer, ModelSpec
 
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
 """Options that do not change scores: those that a level replaces, and `min_tokens`. The others shape scores
@@ -92,18 +92,56 @@ class DecodePages(_Section):
     recency: Count
 
 
+class Measured(_Section):
+    """The setting that an evaluation found for this model: the service's default.
+
+    Args:
+        tokens: Prompt lengths that were measured.
+        kept, low, high: The score over dense attention's, and its 95% interval.
+        verdict: In one line, for people.
+        texts: The texts that prompts were made of. No calibration may use them.
+    """
+
+    method: str
+    options: dict[str, float] = {}
+    recompute_blocks: Blocks = 0
+    tokens: tuple[Count, ...]
+    samples: Count
+    density: Annotated[float, Field(gt=0)]
+    dense: float
+    score: float
+    kept: float
+    low: float
+    high: float
+    lost: int
+    won: int
+    verdict: str
+    texts: tuple[ProfiledText, ...] = ()
+
+    @property
+    def setting(self) -> str:
+        """Spell the setting as on a command line."""
+        options = ",".join(f"{key}={value:g}" for key, value in self.options.items())
+        method = f"{self.method}:{options}" if options else self.method
+        return f"{method}@{self.recompute_blocks}" if self.recompute_blocks else method
+
+
 class Profile(_Section):
     format: Literal[1]
     model: ProfiledModel
     texts: tuple[ProfiledText, ...]
     prefill: tuple[MethodLevels, ...]
     decode: DecodePages | None = None
+    measured: Measured | None = None
     figures: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
         for problem in self._repeated():
             raise ValueError(problem)
+        if self.measured is not None:
+            for problem in self._measured_problems(self.measured):
+                raise ValueError(f"measured.{problem}")
         if self.decode is not None:
             for problem in DecodeConfig(**self.decode.model_dump()).contradictions():
                 raise ValueError(f"decode.{problem}")
@@ -161,6 +199,14 @@ class Profile(_Section):
             for number in _seconds([(level.density, level.tokens) for level in method.levels]):
                 where, level = f"prefill[{place}].levels[{number}]", method.levels[number]
                 yield f"{where}: density {level.density} at {level.tokens} tokens is there already"
+
+    def _measured_problems(self, measured: Measured) -> Iterator[str]:
+        try:
+            method_spec(measured.method, measured.options)
+        except MethodError as error:
+            yield f"{error.field}: {error}"
+        if shared := {text.sha256 for text in self.texts} & {text.sha256 for text in measured.texts}:
+            yield f"texts: {', '.join(sha[:12] for sha in sorted(shared))} calibrated the profile, too"
 
     def _misfits(self, config: ModelConfig, digest: str) -> Iterator[str]:
         if digest != self.model.digest:

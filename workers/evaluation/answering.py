@@ -1,6 +1,6 @@
 """Prefills samples one after another with a method, then decodes their answers as one batch.
 
-Suffixes are those of `benchmarks.reader`. B is the number of samples in the batch.
+Suffixes are those of `reader`. B is the number of samples in the batch.
 """
 
 from __future__ import annotations
@@ -8,73 +8,39 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import torch
+from tokenizers import Tokenizer
 
-from deltafront.benchmarks.lab.samples import Decode, Sample
-from deltafront.benchmarks.reader import Reader, Reading
+from deltafront.workers.evaluation.comparison import TOLD, MeasuredAnswer
+from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
+from deltafront.workers.evaluation.reader import Reader, Reading
+from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.model.decoder.stack import LayerStack
 
-
-@dataclass(frozen=True)
-class Case:
-    """A method with options. blocks: Number of blocks to recompute before the prompt's end is prefilled
-    again. 0: keep the end as the method computed it."""
-
-    method: str
-    blocks: int = 0
-
-    @classmethod
-    def parse(cls, given: str) -> Case:
-        """Parse `METHOD[:OPTIONS][@BLOCKS]`. Raises ValueError."""
-        method, _, blocks = given.partition("@")
-        if blocks and not blocks.isdecimal():
-            raise ValueError(f"no case {given!r}: METHOD, METHOD:OPTION=NUMBER,… or METHOD:…@BLOCKS")
-        return cls(method, int(blocks or 0))
-
-    def __str__(self) -> str:
-        return f"{self.method}@{self.blocks}" if self.blocks else self.method
-
-
-TOLD = 24
-"""Number of first tokens of dense attention's answer whose log-probability is measured."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A greedy answer, and the probability of dense attention's answer.
-
-    Attributes:
-        ids, said: Tokens and text of the greedy answer.
-        density, prefill: Share of causal tiles that were computed. `prefill` leaves out the tiles for
-            recomputed blocks and the prompt's end.
-        seconds: Wall-clock time of prefill.
-        logp: Mean log-probability of the first `TOLD` tokens of dense attention's answer, teacher-forced.
-        agreement: Share of these tokens that have the highest probability.
-    """
-
-    ids: tuple[int, ...]
-    said: str
-    density: float
-    prefill: float
-    seconds: float
-    logp: float
-    agreement: float
+Decode = Callable[[Sequence[int]], str]
 
 
 class Together:
-    """The KV cache of a batch of `places` samples, each with at most `room` tokens including its answer."""
+    """The KV cache of `places` samples of at most `room` tokens, answers included.
 
-    def __init__(self, stack: LayerStack, places: int, room: int) -> None:
+    profile: The model's profile, for methods with the option `density`.
+    """
+
+    def __init__(self, stack: LayerStack, places: int, room: int, profile: Profile | None = None) -> None:
         config = stack.config
         shape = (config.layers, places, config.kv_heads, room, config.head_dim)
         self._stack = stack
         self._k_LBGSD = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self._v_LBGSD = torch.zeros_like(self._k_LBGSD)
         self._readers = [
-            Reader(stack, room, kv=(self._k_LBGSD[:, place : place + 1], self._v_LBGSD[:, place : place + 1]))
+            Reader(
+                stack,
+                room,
+                profile,
+                kv=(self._k_LBGSD[:, place : place + 1], self._v_LBGSD[:, place : place + 1]),
+            )
             for place in range(places)
         ]
 
@@ -88,7 +54,7 @@ class Together:
         tokens: int,
         decode: Decode,
         told: Sequence[Sequence[int]] | None = None,
-    ) -> list[list[Answer]]:
+    ) -> list[list[MeasuredAnswer]]:
         """Prefill each sample once. For each number of blocks, answer each sample with at most `tokens`
         tokens.
 
@@ -104,12 +70,10 @@ class Together:
         made = []
         for count in blocks:
             with ExitStack() as again:
-                ends = read
-                if count and method != "dense":
-                    ends = [
-                        self._again(again, reader, count, *one)
-                        for reader, one in zip(self._readers, read, strict=False)
-                    ]
+                ends = [
+                    self._asked(again, reader, sample, count if method != "dense" else 0, *one)
+                    for reader, sample, one in zip(self._readers, samples, read, strict=False)
+                ]
                 made.append(
                     self._answered(
                         ends, [reading.density for reading, _ in read], samples, tokens, decode, told
@@ -124,10 +88,22 @@ class Together:
         self._wait()
         return reading, time.monotonic() - begun
 
-    def _again(
-        self, until: ExitStack, reader: Reader, blocks: int, reading: Reading, seconds: float
+    def _asked(
+        self,
+        until: ExitStack,
+        reader: Reader,
+        sample: Sample,
+        blocks: int,
+        reading: Reading,
+        seconds: float,
     ) -> tuple[Reading, float]:
-        again, more = self._timed(lambda: until.enter_context(reader.end_again(reading, blocks)))
+        if sample.question:
+            asked = reader.asked(reading, sample.question, blocks)
+        elif blocks:
+            asked = reader.end_again(reading, blocks)
+        else:
+            return reading, seconds
+        again, more = self._timed(lambda: until.enter_context(asked))
         return again, seconds + more
 
     def _answered(
@@ -138,14 +114,14 @@ class Together:
         tokens: int,
         decode: Decode,
         told: Sequence[Sequence[int]] | None,
-    ) -> list[Answer]:
+    ) -> list[MeasuredAnswer]:
         first_BC = torch.cat([reading.tail_TC for reading, _ in read])
-        lengths = [len(sample.ids) for sample in samples]
+        lengths = [sample.tokens for sample in samples]
         ids_B = self._decode(first_BC, lengths, tokens, decode, samples)
         known_B = [ids[:TOLD] for ids in (ids_B if told is None else told)]
         likely_B = self._likely(first_BC, lengths, known_B)
         return [
-            Answer(tuple(ids), decode(ids), reading.density, prefill, seconds, *likely)
+            MeasuredAnswer(tuple(ids), decode(ids), reading.density, prefill, seconds, *likely)
             for ids, (reading, seconds), prefill, likely in zip(ids_B, read, prefill_B, likely_B, strict=True)
         ]
 
@@ -205,8 +181,10 @@ class Together:
     def _all_done(
         samples: Sequence[Sample], said: Sequence[list[int]], ended: Sequence[bool], decode: Decode
     ) -> bool:
-        right = (sample.score(decode(ids)) == 1 for sample, ids in zip(samples, said, strict=True))
-        return all(one or end for one, end in zip(right, ended, strict=True))
+        return all(
+            end or (bool(sample.prompt.answers) and sample.prompt.score(decode(ids)) == 1)
+            for sample, ids, end in zip(samples, said, ended, strict=True)
+        )
 
     def _attend(
         self, positions_B: torch.Tensor
@@ -232,3 +210,44 @@ class Together:
             return attended_BHD
 
         return attend
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class OneModel:
+    """A model that answers one sample at a time.
+
+    Args:
+        room: Tokens of the longest prompt.
+        chunk: Tokens that are prefilled at once.
+        tokens: Tokens of the longest answer.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        tokenizer: Tokenizer,
+        room: int,
+        chunk: int,
+        tokens: int,
+        profile: Profile | None = None,
+    ) -> None:
+        self._together = Together(stack, 1, room + tokens, profile)
+        self._tokenizer, self._chunk, self._tokens = tokenizer, chunk, tokens
+
+    def sample(self, prompt: TaskPrompt, session: bool) -> Sample:
+        """Tokenise document and question apart, so that both ways have the same tokens."""
+        if not prompt.document:
+            return Sample(prompt, tuple(self._tokenizer.encode(prompt.question).ids))
+        document = tuple(self._tokenizer.encode(prompt.document).ids)
+        question = tuple(self._tokenizer.encode(prompt.question, add_special_tokens=False).ids)
+        return Sample(prompt, document, question) if session else Sample(prompt, document + question)
+
+    def answers(
+        self, sample: Sample, method: str, blocks: Sequence[int], told: Sequence[int] | None
+    ) -> list[MeasuredAnswer]:
+        decode, known = self._tokenizer.decode, None if told is None else [told]
+        got = self._together.answers(method, blocks, [sample], self._chunk, self._tokens, decode, known)
+        return [answer for (answer,) in got]

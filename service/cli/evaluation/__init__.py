@@ -1,0 +1,1 @@
+"""`deltafront evaluate`: `command.py`, and `plot.py` for --plot."""

@@ -1,0 +1,259 @@
+"""`deltafront evaluate`: measures which prefill settings keep a model's answers.
+
+One process prefills and answers, with the layers and kernels of a service. torch is imported when the command
+runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json as json_format
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deltafront.kernels.methods import MethodError
+from deltafront.service.cli.evaluation.plot import svg
+from deltafront.service.cli.terminal import err, fail, read_text
+from deltafront.service.wiring import shown_name
+from deltafront.workers.evaluation.comparison import HEADER, ComparedRow, cells
+from deltafront.workers.evaluation.evaluation import Evaluation
+from deltafront.workers.evaluation.planner import (
+    TASKS,
+    Found,
+    endless_prompts,
+    found,
+    trials,
+)
+from deltafront.workers.evaluation.prompts import PromptError, TaskPrompt, read_prompts
+from deltafront.workers.evaluation.ruler import Haystack
+from deltafront.workers.evaluation.setting import split_method
+from deltafront.workers.model.calibrated.profile import (
+    Measured,
+    Profile,
+    ProfiledModel,
+    ProfiledText,
+    load_profile,
+)
+from deltafront.workers.model.directory.digest import model_digest
+from deltafront.workers.model.directory.model_files import ModelError
+from deltafront.workers.model.directory.store import model_directory
+from deltafront.workers.model.directory.tokenizer_files import tokenizer_json
+from deltafront.workers.settings import Dtype, ModelSpec
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from deltafront.workers.evaluation.answering import OneModel
+
+BUILT_IN = Path(__file__).resolve().parents[3] / "deploy" / "demo" / "moby-dick.txt"
+QUICK_MINUTES, MINUTES = 2.0, 10.0
+GPU_TOKENS, CPU_TOKENS = 31_000, 6_000
+"""Lengths of prompts unless --length says otherwise. Sparse methods are dense up to 4,096 tokens."""
+GPU_CHUNK, CPU_CHUNK = 16_384, 2_048
+
+Texts = Annotated[
+    list[str], typer.Option(help="Hide facts in this text, and let the model continue it; once for each.")
+]
+Questions = Annotated[
+    Path | None, typer.Option(help="JSONL of `prompt`, or `document` and `question`; `answers` if known.")
+]
+Asked = Annotated[
+    Literal["prompt", "session", "both"], typer.Option(help="Where the question is: it ends the prompt, or …")
+]
+Settings = Annotated[
+    list[str], typer.Option("--setting", help="METHOD:OPTION=NUMBER,…@BLOCKS; once for each.")
+]
+
+
+def evaluate_command(
+    *,
+    model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id or embedded name.")],
+    text: Texts = [],  # noqa: B006
+    questions: Questions = None,
+    ask: Asked = "prompt",
+    setting: Settings = [],  # noqa: B006
+    length: Annotated[int | None, typer.Option(min=64, help="Tokens of a prompt.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after this time (10).")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two minutes.")] = False,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 64,
+    seed: Annotated[int, typer.Option(help="Another one makes other facts and places.")] = 0,
+    adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory.")] = None,
+    rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
+    positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="bfloat16 on a GPU, float32 on CPUs.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (cuda where there is a GPU).")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write what was found here, for `serve --profile`. Levels stay.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write density against score here, as SVG.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="All rows, as one line of JSON.")] = False,
+) -> None:
+    """Measure which prefill settings keep the answers of dense attention on a model."""
+    until = time.monotonic() + 60 * (minutes or (QUICK_MINUTES if quick else MINUTES))
+    for file in filter(None, (profile, plot)):
+        if not file.parent.is_dir():
+            fail(f"{file}: there is no directory {file.parent}")
+    from deltafront.workers.evaluation.answering import default_device
+
+    device = device or default_device()
+    spec_of: dict[str, Any] = {"rope_theta": rope_theta, "max_position_embeddings": positions}
+    try:
+        spec = ModelSpec(
+            path=str(model_directory(model)),
+            adapter=adapter,
+            dtype=dtype or ("bfloat16" if device.startswith("cuda") else "float32"),
+            profile=str(profile) if profile is not None and profile.exists() else None,
+            **spec_of,
+        )
+        old, source = load_profile(spec), _Source.of(text, questions)
+        source.check(ask, old)
+        todo = trials(setting, ask, old)
+        run = _Run(spec, device, old, length, answer_tokens, source, seed)
+        evaluation = Evaluation(run.model, todo)
+        evaluation.run(run.prompts(), until, _tell)
+    except (ModelError, MethodError, PromptError, ValueError) as error:
+        fail(str(error))
+    rows, best = evaluation.rows(), found(evaluation.rows())
+    shown = [evaluation.dense(), *rows.values()]
+    if profile is not None:
+        name = shown_name(ModelSpec(path=model, adapter=adapter))
+        base = old or _empty(name, spec)
+        measured = _measured(best, evaluation.dense(), run.tokens, source)
+        Profile(**{**dict(base), "measured": measured}).write(profile)
+    if plot is not None:
+        plot.write_text(svg(shown, f"{shown_name(ModelSpec(path=model))}: {len(evaluation.prompts)} prompts"))
+    if json:
+        print(json_format.dumps({"verdict": best.words, "rows": [asdict(row) for row in shown]}))
+    else:
+        _show(shown, best)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The texts that facts are hidden in, and the user's questions."""
+
+    texts: dict[str, str]
+    questions: tuple[TaskPrompt, ...]
+    own: bool
+
+    @classmethod
+    def of(cls, text: Sequence[str], questions: Path | None) -> _Source:
+        asked = () if questions is None else tuple(read_prompts(questions))
+        texts = {Path(file).stem: read_text(file) for file in text}
+        if not texts and not asked:
+            texts = {BUILT_IN.stem: read_text(str(BUILT_IN))}
+        return cls(texts, asked, own=bool(text))
+
+    def check(self, ask: str, profile: Profile | None) -> None:
+        """Raise ValueError for texts that calibrated the profile, and for prompts that make no session."""
+        calibrated = set() if profile is None else {each.sha256 for each in profile.texts}
+        for name, content in self.texts.items():
+            if hashlib.sha256(content.encode()).hexdigest() in calibrated:
+                raise ValueError(f"--text {name}: it calibrated the profile: evaluate on another text")
+        if ask != "prompt" and any(not one.document for one in self.questions):
+            raise ValueError(f"--ask {ask}: needs `document` and `question` on every line, not `prompt`")
+
+    def profiled(self, tokens: int) -> tuple[ProfiledText, ...]:
+        return tuple(ProfiledText.of(content, tokens) for content in self.texts.values())
+
+
+class _Run:
+    """The loaded model and its prompts."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: str,
+        profile: Profile | None,
+        length: int | None,
+        answer: int,
+        source: _Source,
+        seed: int,
+    ) -> None:
+        from deltafront.workers.evaluation.answering import OneModel
+        from deltafront.workers.model.decoder.load import load_model
+
+        cuda = device.startswith("cuda")
+        self._tokenizer, self._source, self._seed = _tokenizer(Path(spec.path)), source, seed
+        err.print(f"Loading {spec.path} …", highlight=False, soft_wrap=True)
+        stack = load_model(spec, device)
+        most = stack.config.positions - answer
+        longest = min(length or (GPU_TOKENS if cuda else CPU_TOKENS), most)
+        if length is not None and longest < length:
+            raise ValueError(f"--length {length}: the model's positions leave {most} for a prompt")
+        counts = [self._count(one.text) for one in source.questions]
+        if counts and max(counts) > most:
+            raise ValueError(f"--questions: a prompt of {max(counts)} tokens; the model takes {most}")
+        self._longest = longest
+        self.tokens = tuple(sorted({*([longest] if source.texts else []), *counts}))
+        chunk = GPU_CHUNK if cuda else CPU_CHUNK
+        room = max(self.tokens) + 8  # question and document are tokenised apart
+        self.model: OneModel = OneModel(stack, self._tokenizer, room, chunk, answer, profile)
+
+    def prompts(self) -> Iterator[TaskPrompt]:
+        """Yield the user's questions, then RULER's tasks."""
+        yield from self._source.questions
+        if self._source.texts:
+            hay = [Haystack(name, content) for name, content in self._source.texts.items()]
+            tasks = (*TASKS, "continuation") if self._source.own else TASKS
+            yield from endless_prompts(hay, tasks, self._longest, self._count, self._seed)
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text).ids)
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(tokenizer_json(directory))
+
+
+def _tell(evaluation: Evaluation) -> None:
+    rows = list(evaluation.rows().values())[:3]
+    kept = ", ".join(f"{row.setting} {row.kept:.2f}" for row in rows)
+    counts = f"{len(evaluation.prompts)} prompts, {len(evaluation.running)} settings running"
+    err.print(f"{counts}: {kept}", highlight=False, soft_wrap=True)
+
+
+def _empty(name: str, spec: ModelSpec) -> Profile:
+    described = ProfiledModel(name=name, digest=model_digest(spec))
+    return Profile(format=1, model=described, texts=(), prefill=())
+
+
+def _measured(best: Found, dense: ComparedRow, tokens: Sequence[int], source: _Source) -> Measured:
+    row = dense if best.row is None else best.row
+    method, options = ("dense", {}) if best.setting is None else split_method(best.setting.method)
+    low, high = (1.0, 1.0) if best.row is None else row.kept_95 or (0.0, 0.0)
+    return Measured(
+        method=method,
+        options=options,
+        recompute_blocks=0 if best.setting is None else best.setting.blocks,
+        tokens=tuple(tokens),
+        samples=row.samples,
+        density=row.density,
+        dense=row.dense,
+        score=row.score,
+        kept=1.0 if best.row is None else row.kept,
+        low=low,
+        high=high,
+        lost=row.lost,
+        won=row.won,
+        verdict=best.words,
+        texts=source.profiled(max(tokens)),
+    )
+
+
+def _show(rows: Sequence[ComparedRow], best: Found) -> None:
+    table = Table(*HEADER)
+    for row in rows:
+        table.add_row(*cells(row))
+    console = Console()
+    console.print(table, highlight=False)
+    console.print(f"Verdict: {best.words}", highlight=False, soft_wrap=True, markup=False)

@@ -1,0 +1,183 @@
+"""`deltafront evaluate` on a tiny model with random weights, from the command to what `serve` does."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from deltafront.service.cli.evaluation.command import BUILT_IN, evaluate_command
+from deltafront.service.cli.serve import describe_attention, read_settings
+from deltafront.service.config import ConfigError, parse
+from deltafront.workers.model.calibrated.profile import Measured, Profile, ProfiledText, load_profile
+from deltafront.workers.settings import ModelSpec
+
+from ...workers.profiles import write_profile
+from ...workers.tiny_model import make_tiny_model
+from ..inprocess import VOCABULARY, write_tokenizer
+
+EVERYTHING = "streaming:min_tokens=0,window=4096@2"
+LITTLE = "streaming:min_tokens=0,window=128,sink=128"
+PROSE = "It is a text of many sentences. They say nothing. " * 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One token a byte."""
+    directory = make_tiny_model(tmp_path_factory.mktemp("evaluated") / "tiny", vocabulary=VOCABULARY)
+    write_tokenizer(directory)
+    return directory
+
+
+def run(model: Path, *arguments: Any) -> Result:
+    app = typer.Typer()
+    app.command()(evaluate_command)
+    given = ("--device", "cpu", "--answer-tokens", 4, "--length", 1500, "--setting", LITTLE, *arguments)
+    return CliRunner().invoke(app, [str(model), *map(str, given)])
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Questions on sixteen documents, without right answers."""
+    file = tmp_path / "own.jsonl"
+    lines = [
+        {"document": f"{number} {PROSE[:900]}", "question": f"What is {number}?"} for number in range(16)
+    ]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    return file
+
+
+def test_prints_a_table_and_writes_a_profile_that_serve_reads(
+    model: Path, questions: Path, tmp_path: Path
+) -> None:
+    """The model answers at random, so that what loses keys loses dense attention's answers."""
+    profile, plot = tmp_path / "profile.json", tmp_path / "plot.svg"
+    done = run(model, "--questions", questions, "--profile", profile, "--plot", plot)
+    assert done.exit_code == 0, done.output
+    assert "Verdict: dense: no setting is known to keep 0.97" in done.output
+    assert "16 prompts" in done.output or "8 prompts" in done.output
+    assert ET.fromstring(plot.read_text()).tag.endswith("svg") and LITTLE in plot.read_text()
+    found = load_profile(ModelSpec(path=str(model), dtype="float32", profile=str(profile)))
+    assert found is not None and found.measured is not None
+    assert (found.measured.method, found.measured.recompute_blocks) == ("dense", 0)
+    settings = parse(
+        {"model": {"path": str(model), "profile": str(profile)}, "decode": {"page_selection": "full"}}
+    )
+    assert settings.default_attention.method == "dense" and settings.default_attention.measured
+    assert "; measured: dense: no setting is known" in describe_attention(settings)
+
+
+def test_rows_are_repeated_exactly_with_the_same_seed(model: Path, tmp_path: Path) -> None:
+    """RULER's tasks from the built-in text; time for one prompt alone, and for one setting."""
+    assert BUILT_IN.is_file()
+    made = []
+    for seed in (1, 1, 2):
+        done = run(model, "--minutes", 1e-9, "--json", "--seed", seed, "--setting", EVERYTHING)
+        assert done.exit_code == 0, done.output
+        made.append(json.loads(done.stdout))
+        for row in made[-1]["rows"]:
+            del row["seconds"]
+    assert made[0] == made[1] and made[0] != made[2]
+    dense, sparse = made[0]["rows"]
+    assert (dense["setting"], sparse["setting"]) == ("dense", LITTLE)
+    assert dense["density"] == 1.0 > sparse["density"] and dense["samples"] == sparse["samples"] == 1
+
+
+def test_setting_that_keeps_all_keys_answers_as_dense(model: Path, questions: Path) -> None:
+    done = run(model, "--questions", questions, "--json", "--setting", EVERYTHING, "--ask", "both")
+    assert done.exit_code == 0, done.output
+    rows = {row["setting"]: row for row in json.loads(done.stdout)["rows"]}
+    for label in (EVERYTHING, f"{EVERYTHING}, session"):
+        assert rows[label]["same"] == rows[label]["agreement"] == 1.0
+        assert rows[label]["logp"] == pytest.approx(0.0, abs=1e-4)
+    assert rows[LITTLE]["logp"] < 0 and {f"{LITTLE}, session"} <= set(rows)
+
+
+def test_own_text_is_continued_and_may_not_have_calibrated(model: Path, tmp_path: Path) -> None:
+    text, profile = tmp_path / "mine.txt", tmp_path / "profile.json"
+    text.write_text(PROSE)
+    write_profile(model, profile, texts=(ProfiledText.of(PROSE, 900),))
+    done = run(model, "--text", text, "--profile", profile)
+    assert done.exit_code == 1
+    assert "--text mine: it calibrated the profile: evaluate on another text" in done.output
+    write_profile(model, profile)
+    done = run(model, "--text", text, "--profile", profile, "--minutes", 1e-9)
+    assert done.exit_code == 0, done.output
+    measured, before = Profile.read(profile), ProfiledText.of(PROSE, 1500)
+    assert measured.prefill and measured.measured is not None and measured.measured.texts == (before,)
+
+
+MEASURED = Measured(
+    method="dpxa+delta",
+    options={"share": 0.2, "gamma": 32},
+    recompute_blocks=32,
+    tokens=(31_000,),
+    samples=180,
+    density=0.25,
+    dense=0.7,
+    score=0.7,
+    kept=0.99,
+    low=0.975,
+    high=1.0,
+    lost=1,
+    won=0,
+    verdict="dpxa+delta keeps 0.99",
+)
+
+
+def test_measured_setting_becomes_the_default_of_serve(model: Path, tmp_path: Path) -> None:
+    profile = write_profile(model, tmp_path / "profile.json", measured=MEASURED)
+    content: dict[str, Any] = {"model": {"path": str(model), "profile": str(profile)}}
+    settings = parse(content)
+    assert settings.default_attention.method == "dpxa+delta"
+    assert settings.default_attention.options == {"share": 0.2, "gamma": 32}
+    assert settings.recompute_blocks == 32
+    told = "dpxa+delta share=0.2 gamma=32, 32 blocks recomputed; measured: dpxa+delta keeps 0.99"
+    assert describe_attention(settings) == told
+    own = parse({**content, "door": {"default_method": "xattention"}, "decode": {"recompute_blocks": 4}})
+    assert (own.default_attention.method, own.recompute_blocks) == ("xattention", 4)
+    assert not own.default_attention.options and "measured" not in describe_attention(own)
+    chosen = read_settings(None, str(model), None, profile=profile)
+    assert (chosen.default_attention.method, chosen.recompute_blocks) == ("dpxa+delta", 32)
+    assert MEASURED.setting == "dpxa+delta:share=0.2,gamma=32@32"
+
+
+def test_serve_takes_a_profile_without_a_configuration_only(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {path: m}\ndecode: {page_selection: full}\n")
+    with pytest.raises(ConfigError, match=r"--profile: with --config set model\.profile"):
+        read_settings(file, None, None, profile=tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"method": "nope"}, "measured.method: unknown attention method 'nope'"),
+        ({"options": {"tau": 7.0}}, "measured.method_options.tau: .* is outside"),
+        ({"texts": (ProfiledText(sha256="ab" * 32, tokens=9),)}, "measured.texts: abababababab calibrated"),
+    ],
+)
+def test_refuses_a_profile_whose_measurement_cannot_be_served(
+    model: Path, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        write_profile(model, tmp_path / "profile.json", measured=MEASURED.model_copy(update=changes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--setting", "dpxa:tau=9"), "tau = 9.0 is outside"),
+        (("--length", 99_999), "--length 99999: the model's positions leave 4092 for a prompt"),
+        (("--questions", "absent.jsonl"), "absent.jsonl cannot be read"),
+        (("--profile", "/nowhere/profile.json"), "there is no directory /nowhere"),
+    ],
+)
+def test_says_what_is_wrong_with_the_command(model: Path, arguments: tuple[Any, ...], says: str) -> None:
+    done = run(model, *arguments)
+    assert done.exit_code == 1 and says in " ".join(done.output.split())

@@ -1,0 +1,159 @@
+"""The order, the time and the verdict of an evaluation, on a model that answers from a table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from deltafront.workers.evaluation.comparison import ComparedRow, MeasuredAnswer, compare
+from deltafront.workers.evaluation.evaluation import Evaluation
+from deltafront.workers.evaluation.planner import (
+    GOAL,
+    LEAST,
+    SETTINGS,
+    TASKS,
+    Trial,
+    endless_prompts,
+    found,
+    hopeless,
+    trials,
+)
+from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
+from deltafront.workers.evaluation.ruler import Haystack
+from deltafront.workers.evaluation.setting import Setting
+from deltafront.workers.model.calibrated.profile import Profile
+
+from ..profiles import write_profile
+from ..tiny_model import make_tiny_model
+
+DENSE, GOOD, BAD = Setting("dense"), Setting("dpxa:share=0.2", 8), Setting("streaming")
+
+
+class Table:
+    """A model whose answers are a function of setting and prompt. It takes `seconds` for each prefill."""
+
+    def __init__(self, right: Callable[[Setting, int], bool], seconds: float = 1.0) -> None:
+        self.right, self.seconds, self.now = right, seconds, 0.0
+        self.asked: list[tuple[str, bool, tuple[int, ...]]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def sample(self, prompt: TaskPrompt, session: bool) -> Sample:
+        return Sample(prompt, (1,), (2,) if session else ())
+
+    def answers(
+        self, sample: Sample, method: str, blocks: Sequence[int], told: Sequence[int] | None
+    ) -> list[MeasuredAnswer]:
+        assert list(blocks) == sorted(blocks) and (told is None) == (method == "dense")
+        self.now += self.seconds
+        self.asked.append((method, bool(sample.question), tuple(blocks)))
+        number, density = int(sample.prompt.source), 1.0 if method == "dense" else 0.2
+        said = ["yes" if self.right(Setting(method, count), number) else "no" for count in blocks]
+        return [MeasuredAnswer((7,), each, density, density, 1.0, 0.0, 1.0) for each in said]
+
+
+def prompts(count: int) -> list[TaskPrompt]:
+    return [TaskPrompt("task", str(number), "document", "?", ("yes",)) for number in range(count)]
+
+
+def run(table: Table, given: Sequence[Trial], count: int, until: float = 1e9) -> Evaluation:
+    evaluation = Evaluation(table, given, table.clock)
+    evaluation.run(prompts(count), until, lambda _: None)
+    return evaluation
+
+
+def test_every_trial_answers_every_prompt_beside_dense() -> None:
+    table = Table(lambda setting, number: setting != BAD or number != 3)
+    rows = run(table, [Trial(GOOD), Trial(BAD)], 5).rows()
+    assert [row.samples for row in rows.values()] == [5, 5]
+    assert (rows[Trial(GOOD)].lost, rows[Trial(BAD)].lost) == (0, 1)
+
+
+def test_a_prompt_is_prefilled_once_for_all_numbers_of_blocks() -> None:
+    table = Table(lambda *_: True)
+    run(table, [Trial(Setting("dpxa", 32)), Trial(Setting("dpxa", 8)), Trial(Setting("dpxa", 8), True)], 1)
+    assert table.asked == [("dense", False, (0,)), ("dpxa", False, (8, 32)), ("dpxa", True, (8,))]
+
+
+@pytest.mark.parametrize("seconds", [0.7, 1.0, 13.0])
+def test_stops_before_a_prompt_that_does_not_fit(seconds: float) -> None:
+    table = Table(lambda *_: True, seconds)
+    evaluation = run(table, [Trial(GOOD), Trial(Setting("xattention"))], 1000, until=100.0)
+    if len(evaluation.prompts) > 1:
+        assert table.now <= 100.0 < table.now + 3 * seconds
+    assert evaluation.rows()
+
+
+def test_first_prompt_is_asked_and_leaves_time_for_eight() -> None:
+    """With little time fewer settings are tried, the first in the list among them."""
+    given = [Trial(Setting(f"dpxa:share=0.{n}")) for n in range(1, 8)]
+    for until, tried in ((0.0, 1), (17.0, 1), (33.0, 3), (1000.0, 7)):
+        rows = run(Table(lambda *_: True), given, 9, until).rows()
+        assert list(rows) == given[:tried]
+
+
+def test_a_setting_that_cannot_reach_the_goal_is_dropped() -> None:
+    table = Table(lambda setting, number: setting != BAD or number % 3 == 0)
+    evaluation = run(table, [Trial(GOOD), Trial(BAD)], 40)
+    rows = evaluation.rows()
+    assert LEAST <= rows[Trial(BAD)].samples < 40 == rows[Trial(GOOD)].samples
+    assert evaluation.running == [Trial(GOOD)] and hopeless(rows[Trial(BAD)])
+
+
+def test_ends_when_every_setting_is_dropped() -> None:
+    evaluation = run(Table(lambda setting, number: setting == DENSE), [Trial(BAD)], 40)
+    assert not evaluation.running and len(evaluation.prompts) == LEAST
+    assert found(evaluation.rows()).setting is None
+
+
+def row(lost: int, count: int, density: float) -> ComparedRow:
+    dense = [MeasuredAnswer((7,), "yes", 1.0, 1.0, 1.0, 0.0, 1.0)] * count
+    said = ["no"] * lost + ["yes"] * (count - lost)
+    some = [MeasuredAnswer((7,), each, density, density, 1.0, 0.0, 1.0) for each in said]
+    return compare("x", prompts(count), some, dense)
+
+
+def test_verdict_is_the_least_density_whose_interval_keeps_the_goal() -> None:
+    sparse, denser, best = Setting("streaming"), Setting("dpxa"), Setting("xattention")
+    rows = {Trial(sparse): row(5, 200, 0.1), Trial(denser): row(0, 200, 0.4), Trial(best): row(1, 400, 0.2)}
+    assert found(rows).setting == best
+    low = (rows[Trial(best)].kept_95 or (0, 0))[0]
+    assert low >= GOAL > (rows[Trial(sparse)].kept_95 or (0, 0))[0]
+    assert found(rows).words.startswith("xattention at density 0.20 keeps 0.998 (0.993 to 1.0")
+    del rows[Trial(best)]
+    assert found(rows).setting == denser
+    assert found({}).words == "dense: no setting is known to keep 0.97 of dense attention's score"
+
+
+def test_verdict_needs_both_ways_of_asking() -> None:
+    rows = {Trial(GOOD): row(0, 200, 0.2), Trial(GOOD, session=True): row(20, 200, 0.2)}
+    assert found(rows).setting is None
+    rows[Trial(GOOD, session=True)] = row(0, 150, 0.2)
+    assert found(rows).row == rows[Trial(GOOD, session=True)], "the worse of the two"
+
+
+def test_few_prompts_prove_nothing() -> None:
+    assert found({Trial(GOOD): row(0, 20, 0.2)}).setting is None
+
+
+def test_trials_are_those_given_or_the_list_with_the_profiles_levels(tmp_path: Path) -> None:
+    assert [str(trial) for trial in trials([], "prompt", None)] == list(SETTINGS)
+    given = trials(["dpxa@8", "dpxa@8", "streaming"], "both", None)
+    assert [str(trial) for trial in given] == ["dpxa@8", "dpxa@8, session", "streaming", "streaming, session"]
+    profile = Profile.read(write_profile(make_tiny_model(tmp_path / "model"), tmp_path / "profile.json"))
+    first = trials([], "session", profile)[0]
+    assert first.session and "density=" in first.setting.method and first.setting.blocks == 8
+    with pytest.raises(ValueError, match="unknown attention method"):
+        trials(["nope"], "prompt", None)
+
+
+def test_prompts_take_tasks_and_texts_in_turn() -> None:
+    hay = [Haystack(name, f"{name} is a text. " * 99) for name in ("one", "two")]
+    made = list(itertools.islice(endless_prompts(hay, TASKS, 1200, lambda text: len(text.split()), 1), 12))
+    assert [one.task for one in made] == [*TASKS, *TASKS[:3]]
+    assert [one.source.split()[0] for one in made[:4]] == ["one", "two", "one", "two"]
+    assert len({one.source for one in made}) == 12

@@ -1,0 +1,173 @@
+"""Compares each setting with dense attention on the same samples. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist, fmean, median, stdev
+
+from deltafront.workers.evaluation.prompts import TaskPrompt
+
+TOLD = 24
+"""First tokens of dense attention's answer whose log-probability is measured."""
+
+
+@dataclass(frozen=True)
+class MeasuredAnswer:
+    """A greedy answer, and the probability of dense attention's answer.
+
+    Attributes:
+        ids, said: Tokens and text of the greedy answer.
+        density, prefill: Share of causal tiles that were computed. `prefill` leaves out the tiles for
+            recomputed blocks and for the question.
+        seconds: Wall-clock time to the first token.
+        logp: Mean log-probability of the first `TOLD` tokens of dense attention's answer, teacher-forced.
+        agreement: Share of these tokens that have the highest probability.
+    """
+
+    ids: tuple[int, ...]
+    said: str
+    density: float
+    prefill: float
+    seconds: float
+    logp: float
+    agreement: float
+
+    def score(self, prompt: TaskPrompt) -> float:
+        """Return the share of right answers; without right answers, `agreement`."""
+        return prompt.score(self.said) if prompt.answers else self.agreement
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """A setting beside dense attention, on the same samples.
+
+    Attributes:
+        setting: In words; `dense` for dense attention.
+        density, prefill: Means of the answers'.
+        dense, score: Mean scores.
+        kept, kept_95: The sum of scores over dense's, and its interval over documents.
+        lost, won: Samples whose score is below and above dense's.
+        same: Share of answers that are dense's, word for word.
+        agreement, logp: Means of the answers'. logp is less dense's.
+        seconds: Median time to the first token.
+        by_task: Mean scores.
+        scores, logps: One entry a sample.
+    """
+
+    setting: str
+    samples: int
+    density: float
+    prefill: float
+    dense: float
+    score: float
+    kept: float
+    kept_95: tuple[float, float] | None
+    lost: int
+    won: int
+    same: float
+    agreement: float
+    logp: float
+    seconds: float
+    by_task: Mapping[str, float]
+    scores: Sequence[float] = field(repr=False)
+    logps: Sequence[float] = field(repr=False)
+
+
+def compare(
+    setting: str,
+    prompts: Sequence[TaskPrompt],
+    answers: Sequence[MeasuredAnswer],
+    dense: Sequence[MeasuredAnswer],
+) -> ComparedRow:
+    """Compare a setting's answers to the first prompts with dense attention's."""
+    prompts, dense = prompts[: len(answers)], dense[: len(answers)]
+    pairs = list(zip(answers, dense, strict=True))
+    scores, theirs = (
+        [answer.score(prompt) for answer, prompt in zip(some, prompts, strict=True)]
+        for some in (answers, dense)
+    )
+    logps = [own.logp - other.logp for own, other in pairs]
+    whole = sum(theirs)
+    return ComparedRow(
+        setting=setting,
+        samples=len(answers),
+        density=fmean(one.density for one in answers),
+        prefill=fmean(one.prefill for one in answers),
+        dense=fmean(theirs),
+        score=fmean(scores),
+        kept=sum(scores) / whole if whole else math.nan,
+        kept_95=kept_interval(scores, theirs, [prompt.source for prompt in prompts]),
+        lost=sum(mine < other for mine, other in zip(scores, theirs, strict=True)),
+        won=sum(mine > other for mine, other in zip(scores, theirs, strict=True)),
+        same=fmean(own.said == other.said for own, other in pairs),
+        agreement=fmean(one.agreement for one in answers),
+        logp=fmean(logps),
+        seconds=median(one.seconds for one in answers),
+        by_task={
+            task: fmean(score for score, own in zip(scores, prompts, strict=True) if own.task == task)
+            for task in dict.fromkeys(prompt.task for prompt in prompts)
+        },
+        scores=scores,
+        logps=logps,
+    )
+
+
+def kept_interval(
+    scores: Sequence[float], dense: Sequence[float], sources: Sequence[str]
+) -> tuple[float, float] | None:
+    """Return the 95% t interval of sum(scores) / sum(dense) over documents drawn like these, by the delta
+    method (Cochran 1977, section 6.3). Where nothing is lost, the lower end is that of the rule of three
+    (Hanley and Lippman-Hand 1983). None for fewer than three documents, or if dense scores nothing.
+    """
+    documents = list(dict.fromkeys(sources))
+    count, whole = len(documents), sum(dense)
+    if count < 3 or not whole:
+        return None
+    kept = sum(scores) / whole
+    errors = dict.fromkeys(documents, 0.0)
+    for mine, theirs, source in zip(scores, dense, sources, strict=True):
+        errors[source] += mine - kept * theirs
+    half = t_quantile(0.975, count - 1) * stdev(errors.values()) * math.sqrt(count) / whole
+    if any(mine < theirs for mine, theirs in zip(scores, dense, strict=True)):
+        return kept - half, kept + half
+    return min(kept - half, 1 - 3 / count), kept + half
+
+
+def t_quantile(share: float, degrees: int) -> float:
+    """Return a quantile of Student's t by the expansion of Cornish and Fisher (1938). From ten degrees of
+    freedom on, the error is below 0.002."""
+    z = NormalDist().inv_cdf(share)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + first / degrees + second / degrees**2
+
+
+HEADER = (
+    "setting", "density", "first token", "dense", "score", "÷ dense (95%)", "lost / won", "same answers",
+    "same tokens", "logp",
+)  # fmt: skip
+
+
+def cells(row: ComparedRow) -> tuple[str, ...]:
+    """Return a row's cells, in the order of `HEADER`."""
+    interval = row.kept_95
+    return (
+        row.setting,
+        f"{row.density:.3f}",
+        f"{row.seconds:.2f} s",
+        f"{row.dense:.3f}",
+        f"{row.score:.3f}",
+        f"{row.kept:.3f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""),
+        f"{row.lost} / {row.won} of {row.samples}",
+        f"{row.same:.2f}",
+        f"{row.agreement:.3f}",
+        f"{row.logp:+.3f}",
+    )
+
+
+def markdown(rows: Iterable[ComparedRow]) -> str:
+    """Return a Markdown table."""
+    lines = [HEADER, ["---"] * len(HEADER), *map(cells, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
