@@ -196,7 +196,7 @@ def _checked(where: str, value: Value, option: Option) -> Value:
     number = float(value)
     if math.isnan(number) or not option.low <= number <= option.high:
         raise MethodError(where, f"{where} = {value} is outside {option.low} .. {option.high}")
-    if isinstance(option.default, int):  # bool among them
+    if isinstance(option.default, int):  # or a bool
         if number != int(number):
             raise MethodError(where, f"{where} = {value} is not a whole number")
         value = type(option.default)(number)

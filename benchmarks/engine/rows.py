@@ -102,7 +102,7 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
             )
         in_16_bits = " ".join(part for part in held.split() if part != kv_dtype)
         wide = beside((case, tokens, gpus, ranks, in_16_bits))
-        step = case.removesuffix("_fp8").endswith(("token_full", "token_delta"))  # includes FP8 weights
+        step = case.removesuffix("_fp8").endswith(("token_full", "token_delta"))  # also with FP8 weights
         if kv_dtype and step and wide is not None:
             yield ratio(f"{case}_kv_over_16_bits", one["value"] / wide["value"])
         delta = beside((f"batch{BATCH}_token_delta", tokens, gpus, ranks, held))

@@ -1,9 +1,9 @@
-"""Delta-KV with the exact region of the paper (DeltaAttention), and controls with anchors that are not chosen
-by similarity.
+"""Delta-KV with the exact region of the paper (DeltaAttention), and variants to compare with, whose anchors
+are not chosen by similarity.
 
-A packed key is its anchor's own row. So both phases are one softmax over the prompt's keys with weights: 1
-for an exact key, the run's length for an anchor of packed keys, 0 for other keys. A slab of query blocks is
-computed at once. Shape suffixes are those of `kernels.interface`.
+A packed key is its anchor's own row. So exact and packed keys share one softmax over the prompt's keys, with
+weights: 1 for an exact key, the run's length for an anchor of packed keys, 0 for other keys. A slab of query
+blocks is computed at once. Shape suffixes are those of `kernels.interface`.
 """
 
 from __future__ import annotations

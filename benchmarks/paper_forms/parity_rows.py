@@ -32,7 +32,7 @@ class Compared:
 
     Attributes:
         same, rows: Number of identical rows, and of all rows.
-        shared: Share of the entries in different rows that both keep.
+        shared: Share of the entries in rows that differ, kept by ours and by theirs.
         ours, theirs: Number of entries kept in all rows.
     """
 

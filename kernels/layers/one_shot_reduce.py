@@ -39,7 +39,7 @@ def _send(
         if other != RANK:
             theirs = tl.load(places_ptr + other) + place + RANK * ROOM * 4
             tl.store(theirs.to(tl.pointer_type(x.dtype)) + lane, x, mask=inside)
-    tl.debug_barrier()  # all threads have written before one raises the flags
+    tl.debug_barrier()  # wait until all threads have written, then raise the flags
     for other in tl.static_range(RANKS):
         if other != RANK:
             flag = tl.load(flags_ptr + other).to(tl.pointer_type(tl.int32)) + RANK * (ROOM // 1024) + program

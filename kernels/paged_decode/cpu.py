@@ -73,7 +73,10 @@ def _request(
     unseen_T = place_T >= x.lengths_R[request]
     if x.window:
         unseen_T |= place_T < x.lengths_R[request] - x.window
-    for page in (slice(PAGE_TOKENS), slice(-PAGE_TOKENS, None)):  # only these have masked tokens
+    for page in (
+        slice(PAGE_TOKENS),
+        slice(-PAGE_TOKENS, None),
+    ):  # only the first and last page have masked tokens
         if bool(unseen_T[page].any()):
             v_GTD[:, page].masked_fill_(unseen_T[page, None], 0)
     q_GQD = x.q_RHD[request].float().reshape(k_GTD.shape[0], x.group, -1)

@@ -226,7 +226,7 @@ def _merge(
     m_C = tl.load(m_RHC_ptr + at, mask=c < max_splits, other=0.0)
     l_C = tl.load(l_RHC_ptr + at, mask=c < max_splits, other=0.0)
     acc_CD = tl.load(acc_RHCD_ptr + at[:, None] * D + d[None, :], mask=(c < max_splits)[:, None], other=0.0)
-    valid = c < splits  # the others were not written
+    valid = c < splits  # later splits were not written
     m_C = tl.where(valid, m_C, float("-inf"))
     m_i = tl.max(m_C, 0)
     alpha_C = tl.exp2(m_C - m_i)

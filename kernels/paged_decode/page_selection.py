@@ -78,8 +78,7 @@ def _select(
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.uint32, bitcast=True)
     rank = tl.where(rival, ordered ^ 0x80000000, 0)  # unsigned, in the order of the scores
 
-    # The wanted-th largest rank lies in lowest .. highest: K groups of columns each have a rank
-    # at or above the lowest of their maxima, and K >= wanted.
+    # The wanted-th largest rank is at least the smallest of K groups' maxima, because K >= wanted.
     group = tl.max(tl.reshape(rank, [N // K, K], can_reorder=True), 0)
     lowest, highest = tl.min(group, 0), tl.max(group, 0)
     while lowest < highest:

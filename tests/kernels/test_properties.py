@@ -88,7 +88,7 @@ def run(method: Any, x: AttentionInput, cuts: tuple[int, ...] = ()) -> torch.Ten
     return torch.cat([method.attend(chunk_of(x, a, b), state)[0] for a, b in pairwise(edges)], dim=2)
 
 
-# These are cached: callers must not write into the results.
+# Results are cached: callers must not write into them.
 reference = cache(reference_attention)
 
 

@@ -1,6 +1,6 @@
 """Tests our decoder against transformers in fp32: every family, whole, in stages and in chunks.
 
-Except for the tokenizer, the two have no code in common.
+Our decoder and transformers' share only the tokenizer's code.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_cutting_stages_inside_a_layer_does_not_change_a_bit(case: Case, dtype: 
 
     whole = read(load_stages(case, 1, dtype))
     for halves in HALVES[dtype]:
-        between = dict.fromkeys(half + half % 2 for half in halves)  # if MLPs take their attention's input
+        between = dict.fromkeys(half + half % 2 for half in halves)  # cuts between layers only
         cut = load_shares(case, cut_at([*between] if case.config.parallel else halves), dtype)
         assert sum(len(stack.layers) for stack in cut) == sum(len(stack.mlps) for stack in cut) == 6
         for found, wanted in zip(read(cut), whole, strict=True):

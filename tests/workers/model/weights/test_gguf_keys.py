@@ -179,7 +179,7 @@ def test_reads_all_end_tokens_of_a_gguf_file(tmp_path: Path) -> None:
 
 
 def test_reads_gemma_3_gguf_keys(tmp_path: Path) -> None:
-    """llama.cpp's code has what the file lacks: RoPE of windowed layers, and the 27B's attention scale."""
+    """The file lacks RoPE of windowed layers and the 27B's attention scale. llama.cpp's code has them."""
     window = {"attention__sliding_window": 64, "rope__freq_base": 1e6, **LINEAR}
     found = config(tmp_path, "gemma3", **window)
     assert (found.sliding_window, found.window_layers, found.attention_scale) == (64, (0,), 1.0)

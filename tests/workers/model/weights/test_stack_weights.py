@@ -289,7 +289,7 @@ def test_quantised_logits_stay_close_to_unquantised_ones(tiny: Path) -> None:
         hidden_TC = stack.forward(stack.embed(ids_T), torch.arange(40), causal)
         logits.append(stack.logits(hidden_TC))
     errors_T = row_errors(logits[1], logits[0])
-    assert 0.02 < float(errors_T.mean()) < 0.25 and float(errors_T.max()) < 0.5  # of another model: 1.4
+    assert 0.02 < float(errors_T.mean()) < 0.25 and float(errors_T.max()) < 0.5  # another model's errors: 1.4
 
 
 def test_refuses_quantisation_on_a_cpu(tiny: Path) -> None:
