@@ -160,7 +160,7 @@ def last_line_alone(name: str, *, served: bool) -> Iterator[None]:
     """Log the traceback of a constructor's error, and raise the actor's own exception.
 
     Args:
-        served: Whether this is a Serve replica. Serve shows the error as the deployment's message, where
+        served: True if this is a Serve replica. Serve shows the error as the deployment's message, where
             operators look for the reason. It then gets only the traceback's last line.
     """
     try:

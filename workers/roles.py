@@ -47,7 +47,7 @@ class Stage(Protocol):
         """End a request; unknown ids are ignored. The caller must not send further commands for it.
 
         Returns:
-            Whether its pages are free. If not, a decode worker still reads them; call again later.
+            True if its pages are free. If not, a decode worker still reads them; call again later.
         """
 
     def pages_used(self) -> Answer[int]: ...

@@ -57,7 +57,7 @@ class Head(Leaving):
     "states", [(BUSY, WAITED_FOR, BUSY, IDLE), (KEPT, KEPT, EMPTY), (BUSY, IDLE, BUSY, IDLE)]
 )
 @timeless
-async def test_drain_ends_after_the_worker_stays_idle(states: tuple[Any, ...]) -> None:
+async def test_drain_ends_once_the_worker_has_stayed_idle(states: tuple[Any, ...]) -> None:
     head = Head(*states)
     await head.drain(within_s=600)
     assert [state for state, _ in head.asked[: len(states)]] == list(states)
@@ -148,7 +148,7 @@ def dead() -> Iterator[Exception]:
     yield RayTaskError("drain", "", RuntimeError("x"))
 
 
-async def test_serve_waits_for_the_head_once() -> None:
+async def test_serve_drains_the_head_only_once() -> None:
     calls: list[float] = []
     owner = Owner(actor(calls))
     await owner.__del__()

@@ -161,7 +161,7 @@ class Method:
         yield self._reply()
 
 
-async def test_commands_are_sent_before_awaiting_and_notices_overtake() -> None:
+async def test_commands_are_sent_before_await_and_notices_overtake_them() -> None:
     handle = Handle(7)
     stage: Any = remote_stage(handle, 0)
     replies = [stage.close("a"), stage.pages_used(), stage.close("b")]

@@ -63,7 +63,7 @@ class LayerPlan:
 
         Args:
             length: Tokens of the request, including the one being computed.
-            selects: Whether the request selects pages.
+            selects: True if the request selects pages.
         """
         pages = pages_for(length)
         return self.sparse_layers * (

@@ -206,7 +206,7 @@ class DecodeRequest:
             self.known_ids += extend_ids[:prompt_end]
 
     def note_answer(self, eos_ids: Sequence[int]) -> None:
-        """Set `so_far`, if its sampling changes logits. Call it after `plan_reads`."""
+        """Set `so_far` if the request has options that change logits. Call it after `plan_reads`."""
         job = self.job
         if job is None or not job.sampling.changes_logits:
             return

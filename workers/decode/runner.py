@@ -176,7 +176,7 @@ class DecodeRunner:
         """Prefill the tokens of a `Read`. The KV of earlier tokens is in the pages.
 
         Args:
-            last: Whether to return the logits after the last token.
+            last: True if the logits after the last token are wanted.
             copy: A page to copy first.
             part: The layers to compute; None: all. The runner keeps hidden states between the parts of a
                 `Read`. The last part returns the result.
@@ -348,7 +348,7 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
 
     Args:
         tokens: The longest request in tokens.
-        selects_pages: Whether the worker has Δ-layers.
+        selects_pages: True if the worker has Δ-layers, which score pages for selection.
     """
     sampled = Sampling(temperature=1.0, top_p=0.9, top_k=50)
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]

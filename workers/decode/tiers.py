@@ -53,7 +53,7 @@ class Tiers:
     Args:
         memory: The host memory of all ranks.
         room: Maximum number of pages on disk.
-        in_place: Whether prefill stages access the worker's own pages (transport `mapped`).
+        in_place: True if prefill stages access the worker's own pages (transport `mapped`).
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class PagedKVCache:
         layers: Indices of the layers in the model.
         kv_heads: Number of KV heads of this tensor-parallel rank.
         dtype: The model's dtype.
-        int8: Whether KV is stored in 8 bits.
+        int8: True if KV is stored in 8 bits.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ class FinishReason(StrEnum):
     FAILED = "failed"
     NO_KV = "no_kv"
     GRAMMAR = "grammar"
-    """The answer's grammar cannot be followed further within its bounds."""
+    """The grammar compiler's resource limits were reached within the answer."""
     OTHER = "other"
     """A client reports this if a newer server sends a reason that it does not know."""
 
@@ -150,7 +150,7 @@ class Prefix:
     """A prefix hit: a decode worker has the KV of a prompt's first `tokens` tokens in its prefix cache.
 
     Attributes:
-        exact: Whether dense attention computed all of this KV.
+        exact: True if dense attention computed all of this KV.
         disk_tokens: Number of tokens, at the end of the hit, whose KV is only on disk.
         disk_s: Estimated seconds to load that KV from disk; 0: unknown.
     """

@@ -48,7 +48,7 @@ class PromptKey:
         lasting_tokens: Number of first tokens whose KV would be the same in a longer prompt.
         chain: Concatenated links of the full pages.
         tail: Packed token ids after the last full page.
-        remembers: Whether the request's pages go into the prefix cache when it ends.
+        remembers: True if the request's pages go into the prefix cache when it ends.
         retain_s: Seconds for which its cached pages are evicted only after all other cached pages.
     """
 

@@ -42,7 +42,7 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Say whether an option changes logits before a token is chosen."""
+        """True if an option changes logits before a token is sampled."""
         penalised = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
         return bool(penalised or self.logit_bias or self.min_tokens or self.min_p)
 
@@ -89,13 +89,13 @@ class Reservation:
         max_tokens: Maximum number of answer tokens that are still to generate; 0: prefill only.
         session_id: The session that the request extends.
         prefix_tokens: Number of tokens of the cached prefix that the request extends, in whole pages.
-        reads_rest: Whether the decode worker prefills the tokens after the prefix. If not, a prefill group
+        reads_rest: True if the decode worker prefills the tokens after the prefix. If not, a prefill group
             does.
         key: The prefix-cache key of the prompt; None: no cached pages are used, and none are cached.
         keep_tokens: As in `GenerateJob`.
         options: The request's options. The worker also reserves pages for recomputed blocks, and refuses an
             impossible page selection before prefill.
-        wait: Whether to wait for free pages, until the deadline and at most `decode.max_wait_s`.
+        wait: True if the request may wait for free pages, until the deadline and at most `decode.max_wait_s`.
         door: The name of the API server that asks.
         resume_tokens: Number of answer tokens that the client already has, if a prefill group prefills the
             prompt. The `GenerateJob` brings their ids.

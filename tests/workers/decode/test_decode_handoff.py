@@ -88,7 +88,7 @@ async def test_bad_announcements_fail_the_request_and_reach_the_sender(
     await run.engine.cancel("a")
 
 
-async def test_failed_kv_transfer_fails_keep_too(bench: Any) -> None:
+async def test_failed_kv_transfer_fails_keeping_a_session(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 70, 0)
     keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="a")))

@@ -108,7 +108,7 @@ def test_logprob_ignores_the_logit_bias() -> None:
     torch.testing.assert_close(logprobs, logits.log_softmax(-1)[:, 5])
 
 
-def test_rows_without_options_allocate_nothing() -> None:
+def test_requests_without_logit_options_allocate_nothing() -> None:
     plain = [row(Sampling(stop_token_ids=(3,)), [], []), row(Sampling(temperature=1.0), [], [])]
     assert sampling_rows(plain, VOCAB, CPU).options is None
 

@@ -1,4 +1,4 @@
-"""The likeliest tokens of each step are those of the model's own distribution, whatever the sampling."""
+"""Tests that a step's top log-probabilities are the model's own, for any sampling options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-async def test_top_logprobs_are_of_the_raw_distribution(bench: Any, ahead: bool) -> None:
+async def test_top_logprobs_ignore_sampling_options(bench: Any, ahead: bool) -> None:
     run, plain = await bench(looks_ahead=ahead), await bench()
     prompts = [[(3 * i + seed) % 190 for i in range(18 + seed)] for seed in range(4)]
     answers = await asyncio.gather(*(run.ask(f"r{n}", prompts[n], SAMPLINGS[n]) for n in range(4)))

@@ -100,7 +100,7 @@ def test_copied_page_is_independent_of_its_source() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pages", [(3, 4, 5, 6), (9, 2, 11, 0)])
-def test_int8_kv_moves_unchanged_and_gathers_in_the_models_dtype(
+def test_int8_kv_is_copied_unchanged_and_gathered_in_model_dtype(
     pages: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     cache = PagedKVCache(LAYERS, HEADS, DIM, PAGES, dtype, "cpu", int8=True)

@@ -202,7 +202,7 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 12), st.data())
-def test_kv_arrival_equals_brute_force(layers: int, tokens: int, data: st.DataObject) -> None:
+def test_kv_arrival_tracking_equals_brute_force(layers: int, tokens: int, data: st.DataObject) -> None:
     arrival, seen = KVArrival(layers, tokens), set()
     claimed: dict[int, set[tuple[int, int]]] = {layer: set() for layer in range(layers)}
     ranges = st.tuples(st.integers(-1, layers), st.integers(-1, tokens), st.integers(0, tokens + 1))

@@ -79,7 +79,7 @@ def test_refuses_to_share_a_free_page_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_page_use_equals_reference_counters(seed: int) -> None:
+def test_random_page_use_agrees_with_plain_reference_counts(seed: int) -> None:
     chance = random.Random(seed)
     pool = PagePool(13)
     counts = dict.fromkeys(range(13), 0)

@@ -65,7 +65,7 @@ def test_prefix_is_found_only_by_its_own_tokens() -> None:
     assert pages.pool.free == pages.pool.total == 20
 
 
-def test_sparse_blocks_serve_their_own_method_marked_as_sparse() -> None:
+def test_finds_sparse_blocks_by_their_method_and_marks_them_inexact() -> None:
     pages, _ = manager(40)
     read(pages, "a" * 16, method=STREAMING)
     assert found(pages, "a" * 16) == 0

@@ -111,7 +111,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_two_requests_for_one_group_load_it_once() -> None:
+async def test_requests_for_the_same_file_load_it_only_once() -> None:
     run = Setup(20, ["abcd"])
     loads = [run.load(letters) for letters in ("abcd", "abxy", "abcdef")]
     await settled()
@@ -129,7 +129,7 @@ async def test_two_requests_for_one_group_load_it_once() -> None:
     run.host.pool.release(again[0])
 
 
-async def test_damaged_group_is_a_miss_for_all_waiting_and_counts_once() -> None:
+async def test_damaged_file_is_a_miss_for_all_waiting_and_counts_once() -> None:
     run = Setup(20, ["abcd"])
     run.damaged.add(name_of("ab"))
     loads = [run.load("abcd") for _ in range(3)]
@@ -154,7 +154,7 @@ async def test_lost_rank_fails_all_waiting_requests() -> None:
     assert run.all_free and not run.store._loading
 
 
-async def test_group_keeps_its_slots_until_it_is_saved() -> None:
+async def test_pages_keep_their_host_slots_until_they_are_saved() -> None:
     async def wanted_at(number: int) -> bool:
         run, key = Setup(2 * GROUP, ["xy"]), key_of(spell("ab"))
         run.store._room, run.store._stored = 1, run.saves

@@ -29,7 +29,7 @@ def report(stage: int, wall: float, launched_ahead: float | None = None, **phase
     )
 
 
-def test_account_separates_two_requests_on_the_last_stage() -> None:
+def test_report_counts_chunks_of_other_requests_separately() -> None:
     """The last stage runs another request's chunk from 7 to 12 s (3 s of it after our start), ours from 12 to
     16, another's from 16 to 17, and ours from 17 to 19."""
     account = Account(stages=2, method=method_spec("dense"), arrived=5.0)

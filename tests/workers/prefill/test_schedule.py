@@ -136,7 +136,7 @@ def test_long_prompt_is_not_starved_by_a_stream_of_short_ones() -> None:
     assert max(waits) <= (chunks + 3) * seconds, "it takes its share a chunk at a time"
 
 
-def test_every_prompt_ends_and_without_ageing_the_shortest_first() -> None:
+def test_every_prompt_ends_and_shortest_ends_first_without_ageing() -> None:
     rng = random.Random(3)
     arrivals = [Arrival(f"r{i}", rng.randrange(1, 6000), 0.0) for i in range(20)]
     finished = simulate(arrivals, 2, 0.001)

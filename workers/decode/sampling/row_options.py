@@ -16,11 +16,11 @@ from deltafront.workers.messages.requests import Sampling
 
 @dataclass(frozen=True)
 class AnswerSoFar:
-    """The tokens before a row's next one, for options that depend on them.
+    """The tokens before the next sampled one, for options that depend on them, such as penalties.
 
     Attributes:
         prompt_ids: The distinct tokens of the prompt, packed. Empty without a repetition penalty.
-        answer_ids: Also those that were streamed before a worker failed. It grows with the answer.
+        answer_ids: The answer's tokens, including those streamed before a worker failed. It grows.
         start: Position of the answer's first token.
         stop_ids: Tokens that may end the answer.
     """
@@ -34,7 +34,7 @@ class AnswerSoFar:
 def logit_options(
     rows: Sequence[tuple[Sampling, AnswerSoFar | None]], vocab: int, device: torch.device
 ) -> LogitOptions | None:
-    """Return the options of a batch's rows; None if no row has any."""
+    """Upload the logit options of a batch's rows. Returns None if no row has any."""
     given = [(index, *row) for index, row in enumerate(rows) if row[1] is not None]
     if not given:
         return None

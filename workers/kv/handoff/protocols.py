@@ -72,7 +72,7 @@ class KVStream(Protocol):
         """End the request. Nothing more is sent, and errors are ignored.
 
         Returns:
-            Whether its pages are free. If not, the decode worker may still read them; call again later.
+            True if its pages are free. If not, the decode worker may still read them; call again later.
         """
 
 

@@ -36,7 +36,7 @@ class KVExport(Protocol):
         """Invalidate all descriptions, so that another request can use the pages.
 
         Returns:
-            Whether the pages are free now. If not, call again later.
+            True if the pages are free now. If not, call again later.
         """
 
 

@@ -37,7 +37,7 @@ class RequestPages:
         held_tokens: Number of tokens of the session or cached prefix. Their KV is in the pages from the
             start, or once the copies in `coming` are complete.
         key: The prompt's prefix-cache key; None: its pages are not cached.
-        exact: Whether all of the request's KV is prefilled densely.
+        exact: True if all of the request's KV is prefilled densely.
         spare: A page into which the partly filled last page of a session is copied, if the request makes one.
         copy_in: Source and target of the copy of a session's partly filled last page. It is made before the
             first new token.
@@ -206,7 +206,7 @@ class _Held:
         pages: The full pages on the GPU.
         slots: Slots of host memory with the KV after these pages.
         partly_filled: A session's last page if it is not full, else None.
-        may_recompute: Whether blocks can be recomputed, which needs the token ids.
+        may_recompute: True if blocks can be recomputed, which needs the token ids.
     """
 
     tokens: int = 0

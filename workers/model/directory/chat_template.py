@@ -48,7 +48,7 @@ class ChatTemplate:
         """Render a conversation into a prompt. Raises jinja2.TemplateError if the template refuses it.
 
         Args:
-            answer: Whether the prompt ends with the beginning of the assistant's answer
+            answer: True if the prompt ends with the beginning of the assistant's answer
                 (add_generation_prompt).
             variables: Further template variables, such as `bos_token`.
         """

@@ -29,10 +29,11 @@ class MixtureConfig:
     `kernels.experts.routing.Router` explains the fields that are not listed here.
 
     Args:
-        sigmoid: Whether the router's scores are sigmoids, with a bias for the choice; otherwise a softmax.
-        biased_softmax: Whether the scores are a softmax with a bias for the choice.
+        sigmoid: True if the router's scores are sigmoids, and a bias is added to them to choose experts.
+            Otherwise the scores are a softmax.
+        biased_softmax: True if a bias is added to softmax scores to choose experts.
         shared_width: Width of the shared expert, an MLP for all tokens; 0: none.
-        shared_gate: Whether the shared expert's output is multiplied by the sigmoid of another linear layer.
+        shared_gate: True if the shared expert's output is multiplied by the sigmoid of another linear layer.
         dense_layers: Layers with an ordinary MLP of width `dense_width`.
     """
 
@@ -55,7 +56,7 @@ class MixtureConfig:
 
     @property
     def bias_shape(self) -> dict[str, tuple[int, ...]]:
-        """The name and shape of the choice's bias in a checkpoint. ERNIE stores a matrix with one row."""
+        """The name and shape of the router's bias in a checkpoint. ERNIE stores a matrix with one row."""
         shape = (1, self.experts) if self.biased_softmax else (self.experts,)
         return {CHOICE_BIAS: shape} if self.has_bias else {}
 
@@ -140,7 +141,7 @@ def read_windows(
 
 
 def layers_without_windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
-    """Return the layers that have no window, even if all positions fit into one window."""
+    """Return the full-attention layers by config.json, even if the sliding window exceeds the context."""
     return tuple(n for n, kind in enumerate(_kinds(raw, family, layers)) if kind == _FULL)
 
 

@@ -19,7 +19,7 @@ SHARED, SHARED_GATE = "mlp.shared_experts", "mlp.shared_gate"
 
 Shape = tuple[int, ...]
 XIELU = "alpha_p", "alpha_n", "beta", "eps"
-"""Numbers that a layer's xIELU has, in module mlp.act_fn."""
+"""The parameters of a layer's xIELU activation, in module mlp.act_fn."""
 
 _SPLIT_TOKENS = 512
 """`split` assumes that the output head runs once per this many tokens."""
@@ -37,22 +37,22 @@ class ModelConfig:
         positions: The maximum context length, in tokens of prompt and answer.
         sliding_window: Number of tokens that a query in `window_layers` attends to, including its own; None:
             no layer has a window.
-        norms: Whether layers norm the inputs of attention and MLP, their outputs, or both.
-        qk_norm_all_heads: Whether QK norm is over all heads together, not per head.
-        fused_qkv, fused_gate_up: Whether checkpoints store these matrices as one tensor.
+        norms: The layer's norms: before attention and MLP, after them, or both.
+        qk_norm_all_heads: True if QK norm is over all heads together, not per head.
+        fused_qkv, fused_gate_up: True if checkpoints store these matrices as one tensor.
         activation: SiLU or GELU with a gate, or ReLU², GELU or xIELU without a gate.
         rotary_dim: Number of first channels of a head that are rotated; None: all.
-        interleaved_rope: Whether channel 2 f is rotated with channel 2 f + 1.
+        interleaved_rope: True if channel 2 f is rotated with channel 2 f + 1.
         unrotated_layers: Layers whose q and k are not rotated.
         embedding_scale, logit_scale: Factors of embeddings and logits.
         attention_scale: Factor of attention scores, in addition to head_dim ** -0.5.
         mixture: The experts of all layers except its `dense_layers`; None: no layer has experts.
         window_rope: The RoPE of `window_layers`, if it differs from `rope`.
         norm_offset: A number to add to the weights of all norms.
-        layer_norms: Whether norms of a half's input, and the last norm, also subtract the mean.
-        norm_bias: Whether these norms have a bias.
-        parallel: Whether a layer's MLP has the same input as its attention.
-        qk_norm_after_rope: Whether QK norm comes after the rotation.
+        layer_norms: True if the norms before attention and MLP, and the last norm, are LayerNorms.
+        norm_bias: True if these norms have a bias.
+        parallel: True if a layer's MLP has the same input as its attention.
+        qk_norm_after_rope: True if QK norm comes after RoPE.
     """
 
     architecture: str
@@ -109,7 +109,7 @@ class ModelConfig:
             keys = self.windows.get(n, _SPLIT_KEYS)
             costs += self.attention_matrices + self.macs_per_pair * keys, self.of_layer(n).mlp_macs
         costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
-        if self.parallel:  # a cut within a layer would be as good as one after it, so none is chosen
+        if self.parallel:  # attention and MLP have the same input: cut only between layers
             costs = [cost for pair in zip(costs[::2], costs[1::2], strict=True) for cost in (sum(pair), 0)]
         return balanced(tuple(costs), stages)
 

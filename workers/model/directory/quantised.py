@@ -63,9 +63,9 @@ class Quantised:
         block: Numbers of outputs and inputs that share an FP8 scale; None: one scale per output, or one per
             matrix.
         zero_offset: The real zero point minus the stored one.
-        ordered: Whether a tensor gives the group of each input (GPTQ's act-order).
-        symmetric: Whether there are no zero points.
-        nested: Whether the scales are quantised, too.
+        ordered: True if a tensor gives the group of each input (GPTQ's act-order).
+        symmetric: True if there are no zero points.
+        nested: True if the scales are quantised, too.
     """
 
     kind: Kind

@@ -69,7 +69,8 @@ def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Fami
 
 
 def _growth(given: dict[str, Any], raw: Mapping[str, Any], family: Family) -> float:
-    """Return the factor of Hunyuan's rope_theta, alpha^(D / (D - 2)), and leave a plain rope in `given`."""
+    """Return Hunyuan's factor for rope_theta, alpha^(D / (D - 2)), and make the RoPE type in `given` default;
+    1 for other models."""
     if not ("alpha" in family.implied and given.get("alpha") and given["rope_type"] == "dynamic"):
         return 1.0
     alpha = positive_number("rope scaling 'dynamic'", "alpha", given["alpha"])

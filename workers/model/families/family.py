@@ -32,14 +32,14 @@ class GgufNames:
     """The names of a family's tensors and keys in llama.cpp's GGUF files, mapped to ours.
 
     Args:
-        permuted: Whether llama.cpp interleaves the two halves of each rotary head in the rows of q and k.
+        permuted: True if llama.cpp interleaves the two halves of each rotary head in the rows of q and k.
         tensors: Names of a layer's tensors that not all families have.
         keys: Metadata keys with numbers, mapped to keys of config.json.
         implied: Keys of config.json that GGUF files lack, with llama.cpp's values.
         by_layers: Further implied keys, by the number of layers of the model that has them.
         told_by: A metadata key that only this family's files have, if another family has the same
             architecture.
-        adds_offset: Whether the stored norm weights include `ModelConfig.norm_offset`.
+        adds_offset: True if the stored norm weights include `ModelConfig.norm_offset`.
         rows: Our names, in a layer, of vectors that safetensors store as a matrix with one row.
     """
 
@@ -73,8 +73,8 @@ class Family:
         tensors: The family's names of modules and tensors, mapped to ours (see `ModelConfig.shapes`). Braces
             stand for an expert's number.
         unread: Prefixes of our names of tensors that only multi-token prediction uses. They are not loaded.
-        scales_by_width: Whether embeddings are multiplied by the square root of the hidden size.
-        rotates_windows_alone: Whether only layers with sliding windows use RoPE, if there are any.
+        scales_by_width: True if embeddings are multiplied by the square root of the hidden size.
+        rotates_windows_alone: True if only layers with sliding windows use RoPE, if there are any.
         gguf: The names in GGUF files; None: GGUF files are not supported.
         note: A remark for users of the family.
     """

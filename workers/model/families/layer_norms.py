@@ -1,4 +1,4 @@
-"""Families whose norms subtract the mean, too."""
+"""Families with LayerNorm in place of RMSNorm."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The weights of a layer's attention and MLP, and parts that torch computes, for which we have no kernel."""
+"""The weights of a layer's attention and MLP, and the norms and activations that torch computes."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,7 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Subtracts the mean, divides by the standard deviation, and has weights and perhaps a bias (Ba et al.
-    2016)."""
+    """LayerNorm with weights and an optional bias (Ba et al. 2016), computed by torch."""
 
     weight_C: torch.Tensor
     bias_C: torch.Tensor | None
@@ -27,7 +26,7 @@ class LayerNorm:
 
 
 Norm = torch.Tensor | LayerNorm
-"""A norm before a half: RMSNorm's weights, or a LayerNorm."""
+"""The norm before attention or an MLP: RMSNorm's weights, or a LayerNorm."""
 
 
 def tanh_gelu(x_TI: torch.Tensor) -> torch.Tensor:
@@ -36,8 +35,8 @@ def tanh_gelu(x_TI: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Xielu:
-    """The activation xIELU (Huang and Schlag 2024, arXiv 2411.13010, section 3). Its numbers are trained,
-    float32, and a layer's own."""
+    """The activation xIELU (Huang and Schlag 2024, arXiv 2411.13010, section 3). Each layer has its own
+    parameters, in float32."""
 
     alpha_p: torch.Tensor
     alpha_n: torch.Tensor
@@ -61,9 +60,9 @@ class AttentionWeights:
     """The weights of a layer's attention. input_norm and output_norm_C are None in families without these
     norms.
 
-    q_scale_D multiplies rotated queries, if QK norm comes after the rotation. A rotation keeps a head's size,
-    so the kernel norms before it, with weights 1. q_scale_D is the product of both norms' weights, because a
-    score multiplies q by k.
+    q_scale_D is for models with QK norm after RoPE. RoPE does not change a vector's length, so the kernel
+    norms q and k before RoPE, with weights 1. The rotated q is multiplied by q_scale_D, the product of both
+    norms' weights. This gives the same scores q · k.
     """
 
     input_norm: Norm | None
@@ -79,8 +78,8 @@ class MlpWeights:
     """The weights of a layer's MLP. Norms are as in AttentionWeights.
 
     Args:
-        gate_up: Without a gate, it has only up.
-        activation: One that torch computes. None: a kernel computes `ModelConfig.activation`.
+        gate_up: Only the up projection, if the activation has no gate.
+        activation: An activation that torch computes. None: a kernel computes `ModelConfig.activation`.
     """
 
     input_norm: Norm | None

@@ -36,7 +36,7 @@ class MixtureWeights:
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
         logits_TE = F.linear(x_TC.to(self.router_EC.dtype), self.router_EC)
         if self.config.biased_softmax:
-            logits_TE = logits_TE.softmax(-1).logit()  # their sigmoids, which a biased router takes
+            logits_TE = logits_TE.softmax(-1).logit()  # the router applies a sigmoid: softmax scores again
         sum_TC = mixture(x_TC, logits_TE, self.gate_up.stored, self.down.stored, self._router)
         if self.shared_gate_up is None or self.shared_down is None:
             return sum_TC

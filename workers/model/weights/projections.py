@@ -49,7 +49,7 @@ class Linear:
         return squared_relu(self(x_TI), fp8=False)
 
     def activated(self, x_TI: LinearInput, activation: Activation) -> LinearInput:
-        """Return an activation that torch computes, like `gated`."""
+        """Return the output of an activation that torch computes, like `gated`."""
         return activation(self(x_TI))
 
     def compile(self) -> None:

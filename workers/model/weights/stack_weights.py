@@ -55,8 +55,8 @@ class StackSpec:
     """The part of a model that a stage or rank loads.
 
     Args:
-        layers, mlps: The layers whose attention, and those whose MLP it computes (None: the same layers).
-        embedding, head: Whether it has the embedding and the output head.
+        layers, mlps: The layers whose attention, and those whose MLP, is computed (None: the same layers).
+        embedding, head: True if this part has the embedding and the output head.
         adapter: The directory of a LoRA adapter.
         quantisation: The format of the layers' matrices; None: `dtype`.
         rank, ranks: The tensor-parallel rank and the number of ranks.
@@ -387,5 +387,5 @@ def _read_mixture(read: _Reader, prefix: str) -> MixtureWeights:
 
 
 def _read_shared_gate(read: _Reader, prefix: str) -> torch.Tensor:
-    """Copy it: on a CPU a product with one row is rounded by the row's place in memory."""
+    """Copy the weight: on a CPU, the rounding of a GEMM with one row depends on the row's address."""
     return read.get(f"{prefix}{SHARED_GATE}.weight").clone()

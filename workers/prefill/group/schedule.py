@@ -25,7 +25,7 @@ class Waiting:
         credit: Tokens of credit.
         idle_since: The time since which none of its chunks runs; None while one runs.
         pages: Number of pages that it needs before its first chunk.
-        opened: Whether its first chunk has been sent.
+        opened: True if its first chunk has been sent.
     """
 
     request_id: str
