@@ -5,7 +5,7 @@
 
 FOLDER contains any of these checkouts: x-attention (mit-han-lab), FlexPrefill (bytedance), SpargeAttn
 (thu-ml), Quest (mit-han-lab), DELTA (hoenza). For each the script prints the number of identical rows, the
-share of entries in other rows that both keep, and the number of entries that each keeps. docs/methods.md
+share of entries in other rows that ours and theirs both keep, and the number that each keeps. docs/methods.md
 explains the differences.
 
 Shape suffixes are those of `kernels.interface`.

@@ -104,7 +104,7 @@ def pairs_of(options: XAttentionPaperOptions) -> list[int]:
 def paired_scores(
     q_TD: torch.Tensor, k_SD: torch.Tensor, start: int, scale: float, order: Sequence[int], blocks: int
 ) -> torch.Tensor:
-    """Compute `antidiagonal.cpu_scores` with any pairs: float32 score_NM of rows from position `start` on."""
+    """Compute `antidiagonal.cpu_scores` with any row pairs: float32 score_NM for rows from `start` on."""
     stride, dim = len(order), q_TD.shape[1]
     device, per_block = q_TD.device, BLOCK // stride
     q_ISD = _whole_blocks(q_TD).view(-1, stride, dim)

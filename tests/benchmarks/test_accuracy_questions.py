@@ -160,8 +160,8 @@ def test_selecting_every_page_equals_full_decode(
 
 
 def test_decodes_with_int8_kv_close_to_16_bits(reader: Reader, asked: list[Question]) -> None:
-    """Full decode over int8 pages gives nearly the log-probabilities of a reader that rounds every row, which
-    differ slightly from 16 bits."""
+    """Full decode over int8 pages gives nearly the log-probabilities of a reader that rounds every row. They
+    differ slightly from those with 16 bits."""
     narrow = Reader(reader.stack, TOKENS + 64, kv_dtype="int8")
     with torch.inference_mode():
         narrow.read(ids(TOKENS, 1), "dense", 128)
