@@ -191,8 +191,8 @@ async def test_kv_of_another_format_fails_the_request(
 
 @pytest.mark.parametrize(("ranks", "heads", "kv_heads"), [(2, 4, 2), (4, 8, 4), (2, 12, 4)])
 def test_ranks_with_int8_kv_equal_one_rank(tmp_path: Path, ranks: int, heads: int, kv_heads: int) -> None:
-    """From the same 8-bit KV: decode steps with and without page selection, appended text, recomputed blocks.
-    Sums over ranks sometimes round a number differently."""
+    """Compares decode steps with and without page selection, appended text and recomputed blocks, from equal
+    8-bit KV. Sums over ranks sometimes round a number differently."""
     directory = make_tiny_model(tmp_path, heads=heads, kv_heads=kv_heads)
     alone = whole_runner(directory, IN_8_BITS)
     stacks, ids, pages = parts(directory, ranks), [n * 7 % 198 for n in range(900)], tuple(range(60))

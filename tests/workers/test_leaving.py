@@ -1,4 +1,4 @@
-"""Tests that a worker that is removed first finishes its work, as far as time allows."""
+"""Tests that a worker that is removed first finishes its work, up to a time limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Hosted:
 
 
 class Head(Leaving):
-    """Reports one state after the other, then the last one forever, and records whether it was draining."""
+    """Reports `states` one by one, then repeats the last. Records whether it was draining at each report."""
 
     settled_s = 0.02
 

@@ -114,7 +114,7 @@ def pair(cluster: Any, model: ModelSpec) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def expected(model: ModelSpec) -> tuple[bytes, list[int]]:
-    """Return a prompt, and its answer in this process with KV that is sent."""
+    """Return a prompt, and the answer of an engine in this process that gets the KV as messages."""
     ids, directory = random_ids(TOKENS), Path(model.path)
 
     async def answer() -> list[int]:

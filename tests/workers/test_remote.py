@@ -43,7 +43,7 @@ def test_method_signature_decides_how_a_call_is_sent() -> None:
 
 
 class Plain:
-    """The called part of a group."""
+    """Stands in for a prefill group, with two of its methods."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -78,7 +78,7 @@ async def test_hosted_object_answers_and_closes_its_streams_early() -> None:
 
 
 class TwoParts:
-    """The called part of a stage. The test ends its chunks."""
+    """Stands in for a stage. The test decides when its chunks end."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -128,7 +128,7 @@ def test_second_part_of_a_command_waits_while_later_commands_run() -> None:
 
 
 class Handle:
-    """An actor's handle. It records what is sent; every reply ends as `outcome`."""
+    """Stands in for an actor's handle. Records the calls; `outcome` is the result or error of each."""
 
     def __init__(self, outcome: Any) -> None:
         self.outcome = outcome

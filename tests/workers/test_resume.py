@@ -87,7 +87,7 @@ def job_of(name: str, method: MethodSpec, start: int = 0, attempt: int = 0) -> P
 
 
 async def read(controller: PrefillController, job: PrefillJob, until: int = TOKENS) -> list[Any]:
-    """Prefill a prompt and return its events. Leaves the group once `until` tokens are done."""
+    """Prefill a prompt and return its events. Cancels it once `until` tokens are done."""
     events: list[Any] = []
     stream = controller.prefill(job)
     async for event in stream:
@@ -99,7 +99,7 @@ async def read(controller: PrefillController, job: PrefillJob, until: int = TOKE
 
 
 async def held(engine: DecodeEngine, name: str) -> list[np.ndarray]:
-    """Return everything that a request has on the engine: K and V of each layer, and its logits."""
+    """Return the K and V of each layer and the first token's logits that an engine has for a request."""
     parts = [
         await engine.kv(KVRange(request_id=name, layer=layer, start=0, tokens=TOKENS))
         for layer in range(LAYERS)

@@ -75,7 +75,7 @@ COLD: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the script's result for each case."""
+    """Run specialisations.py, and return its result for each case."""
     directory = tmp_path_factory.mktemp("model")
     write_model(directory, SHAPE, torch.device("cpu"))
     write_model(directory / "experts", EXPERTS, torch.device("cpu"))

@@ -27,7 +27,7 @@ from deltafront.workers.settings import ModelSpec
 
 @dataclass(frozen=True)
 class TilesRead:
-    """The computed tiles. read_LHNM is bool; entries above the diagonal are False."""
+    """The attention tiles that were computed. read_LHNM is bool; entries above the diagonal are False."""
 
     read_LHNM: np.ndarray[Any, Any]
     tokens: int

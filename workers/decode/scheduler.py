@@ -252,8 +252,8 @@ class DecodeScheduler:
             self._deliver(request, choice)
 
     def _may_launch_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Return whether the next step probably has the same rows. An end-of-sequence token shows only
-        later."""
+        """True if the next step probably has the same rows. It has not if a row's sampled token, which is not
+        known yet, is an end-of-sequence token."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._next_to_read():
             return False
         if list(requests) != self._running:

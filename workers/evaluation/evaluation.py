@@ -1,6 +1,6 @@
 """Asks a model each prompt with dense attention and with every setting, until time is up.
 
-Loads no torch. `answering.OneModel` is the model of a service; tests have others.
+Imports no torch. The command line passes `answering.OneModel` as the model; tests pass others.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _levels(profile: Profile | None) -> Iterator[str]:
 def endless_prompts(
     haystacks: Sequence[Haystack], tasks: Sequence[str], tokens: int, count: Count, seed: int
 ) -> Iterator[TaskPrompt]:
-    """Yield the tasks in turn, each time with other facts and the next text."""
+    """Yield prompts that cycle through tasks and texts, each with other facts."""
     number = 0
     while True:
         for task in tasks:

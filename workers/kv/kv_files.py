@@ -87,7 +87,7 @@ class KVFiles:
         return [(name, date) for date, name in sorted(found)]
 
     def _name_in(self, path: Path) -> bytes:
-        """Return the name of the group in a file. Raises one of _BROKEN if the file is something else."""
+        """Return the name of the page group in a file. Raises one of _BROKEN if the file holds none."""
         if not _OURS.fullmatch(path.name) or not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError("other files have other names")
         with path.open("rb") as file:

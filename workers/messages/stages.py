@@ -107,7 +107,7 @@ class KVAnnouncement:
 
 @dataclass(frozen=True, kw_only=True)
 class PageWriter:
-    """A stage that writes one attempt's KV directly into the decode worker's pages (transport `mapped`).
+    """A stage that writes a request's KV directly into the decode worker's pages (transport `mapped`).
 
     Attributes:
         home: The stage's host, from `peer_memory.home`.

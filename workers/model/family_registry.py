@@ -92,7 +92,7 @@ def gguf_families() -> dict[str, list[tuple[Family, GgufNames]]]:
 
 
 def unserved_features(config: Mapping[str, Any]) -> list[str]:
-    """List a model's unsupported features, as far as its config.json shows them."""
+    """List the unsupported features that a model's config.json shows."""
     text = config.get("text_config")
     told = {**config, **(text if isinstance(text, dict) else {})}
     return list(dict.fromkeys(feature for key, feature in _SIGNS.items() if told.get(key)))

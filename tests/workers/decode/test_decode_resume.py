@@ -132,7 +132,7 @@ async def test_lost_kv_fails_the_request_unless_it_is_resumed(bench: Callable[..
 
 
 def wrong(piece: KVAnnouncement) -> KVAnnouncement:
-    """Return the announcement with other KV, as a failed group might send it."""
+    """Return the announcement with wrong KV, as a failed group might send it."""
     return replace(piece, payload=tuple(np.full_like(x, 9.0) for x in piece.payload))
 
 

@@ -69,7 +69,7 @@ def test_interval_is_of_documents_not_of_questions() -> None:
     assert once[1] - 5 / 6 == pytest.approx(t_quantile(0.975, 2) * spread)
 
 
-def test_no_loss_on_few_documents_proves_little() -> None:
+def test_interval_is_wide_if_few_documents_lose_nothing() -> None:
     """The rule of three: with nothing lost in n documents, 3 in n may be lost."""
     for documents in (10, 100):
         names = [str(n) for n in range(documents)]

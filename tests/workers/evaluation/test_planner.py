@@ -136,7 +136,7 @@ def test_verdict_needs_both_ways_of_asking() -> None:
     assert found(rows).row == rows[Trial(GOOD, session=True)], "the worse of the two"
 
 
-def test_few_prompts_prove_nothing() -> None:
+def test_recommends_no_setting_after_few_prompts() -> None:
     assert found({Trial(GOOD): row(0, 20, 0.2)}).setting is None
 
 
@@ -151,7 +151,7 @@ def test_trials_are_those_given_or_the_list_with_the_profiles_levels(tmp_path: P
         trials(["nope"], "prompt", None)
 
 
-def test_prompts_take_tasks_and_texts_in_turn() -> None:
+def test_prompts_cycle_through_tasks_and_texts() -> None:
     hay = [Haystack(name, f"{name} is a text. " * 99) for name in ("one", "two")]
     made = list(itertools.islice(endless_prompts(hay, TASKS, 1200, lambda text: len(text.split()), 1), 12))
     assert [one.task for one in made] == [*TASKS, *TASKS[:3]]

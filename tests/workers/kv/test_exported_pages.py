@@ -233,7 +233,7 @@ async def test_refuses_pages_that_cannot_be_copied_with_the_reason(way: Way, cas
 
 
 class Event:
-    """A CUDA event, as far as it is waited for."""
+    """Stands in for a CUDA event that is waited for."""
 
     def __init__(self) -> None:
         self.happened = threading.Event()

@@ -226,7 +226,7 @@ class Device:
 
 
 class Opener(ActorOutbox):
-    """Delivers nothing, and records the calls."""
+    """An outbox that records messages and sends none."""
 
     def __init__(self) -> None:
         self.sent: list[KVAnnouncement] = []

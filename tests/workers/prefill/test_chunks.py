@@ -43,7 +43,7 @@ def alike(cost: ChunkCost, stages: int | None = None) -> ChunkCost:
 
 
 def ways(tokens: int, largest: int, even: int = 128) -> Iterator[tuple[int, ...]]:
-    """Yield every cut into multiples of 128 (from `even` on, of `even`) and a last chunk of any length."""
+    """Yield every list of chunk sizes. All but the last are multiples of 128; from `even` on, of `even`."""
     if 0 < tokens <= largest:
         yield (tokens,)
     for size in range(128, min(largest, tokens - 1) + 1, 128):

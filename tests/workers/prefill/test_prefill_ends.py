@@ -1,4 +1,4 @@
-"""Tests ends of requests and of the group: deadlines, leases, failures, stops and cancellations at random
+"""Tests how requests and the group end: deadlines, leases, failures, stops and cancellations at random
 moments."""
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ ANCHORS = method_spec("dpxa", {"min_tokens": 0, "tau": 0.8})
 
 
 class Collector:
-    """Keeps everything that is handed over. `refuse` names a request whose KV it refuses."""
+    """Keeps all KV and logits that a stage sends. `refuse` names a request whose KV it refuses."""
 
     def __init__(self, refuse: str = "") -> None:
         self.refuse = refuse

@@ -60,7 +60,7 @@ def test_profile_level_does_not_depend_on_the_chunks(
     assert sum(layer.computed for layer in report.density) != sum(layer.causal for layer in report.density)
 
 
-def test_uses_the_level_of_the_prompts_length(directory: Path, model: ModelSpec) -> None:
+def test_thresholds_are_those_for_the_prompts_length(directory: Path, model: ModelSpec) -> None:
     """All thresholds of a level are equal: 0 for short prompts, 1 for long ones."""
     content = make_profile(directory).model_dump(by_alias=True)
     for level, threshold in zip(content["prefill"][0]["levels"], (0.0, 1.0, 0.5), strict=True):

@@ -23,7 +23,7 @@ class HandoffError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """The destination of one attempt's KV. `pages` is the request's page table in the stage's own cache."""
+    """The destination of a request's KV. `pages` is the request's page table in the stage's own cache."""
 
     request_id: str
     decode_worker: str

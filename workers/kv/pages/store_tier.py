@@ -55,8 +55,8 @@ class StoreTier:
     """The prefix cache's tier on disk.
 
     Args:
-        saved: The groups found on disk, from `KVFiles.saved`.
-        room: Maximum number of groups.
+        saved: The page groups found on disk, from `KVFiles.saved`.
+        room: Maximum number of page groups.
         clock: The clock of `host`.
     """
 
@@ -278,7 +278,7 @@ class StoreTier:
         )
 
     def _slots_of(self, name: bytes) -> list[int]:
-        """Return the slots of a group's last pages, as far back as host memory has them without a gap."""
+        """Return the host-memory slots of a group's last pages, back to the first page that has none."""
         slots: list[int] = []
         while name and len(slots) < GROUP_PAGES:
             slot = self._host.pool.prefix_cache.page_of(name)

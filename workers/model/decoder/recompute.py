@@ -122,8 +122,8 @@ def recompute(
 def _attend_to_windows(
     q_PHD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, blocks: Sequence[int], window: int
 ) -> torch.Tensor:
-    """Attend block by block: each to its sliding window and its own new keys, which come after the start of
-    the last block."""
+    """Attend block by block. Each block attends to the keys in its window before it, and to its own new keys.
+    The n-th block's new keys are n blocks after the start of the last block."""
     parts, backend, last = [], DenseBackend(window=window), blocks[-1]
     for n, (block, q_THD) in enumerate(zip(blocks, torch.split(q_PHD, BLOCK), strict=True)):
         before, own = (

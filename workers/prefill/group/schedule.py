@@ -18,7 +18,7 @@ AGEING = 256.0
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A waiting or running request, as far as scheduling needs it.
+    """The scheduler's view of a waiting or running request.
 
     Attributes:
         remaining: Number of tokens whose chunks have not been sent.
