@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class DeltafrontServiceStub:
-    """A status that the server itself gives has `deltafront-status` in its trailing metadata. One without it comes
-    from between: the connection to a server was lost, and the request may be sent again.
+    """A status from the server has `deltafront-status` in its trailing metadata. A status without it comes from a
+    proxy or gRPC: the connection was lost, and the request may be sent again.
     """
 
     def __init__(self, channel):
@@ -64,8 +64,8 @@ class DeltafrontServiceStub:
 
 
 class DeltafrontServiceServicer:
-    """A status that the server itself gives has `deltafront-status` in its trailing metadata. One without it comes
-    from between: the connection to a server was lost, and the request may be sent again.
+    """A status from the server has `deltafront-status` in its trailing metadata. A status without it comes from a
+    proxy or gRPC: the connection was lost, and the request may be sent again.
     """
 
     def Prefill(self, request, context):
@@ -76,14 +76,14 @@ class DeltafrontServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Answers a prompt or a session: `progress` of its prefill, then `token` by token, then one `finish`.
+        """Answers a prompt or a session: zero or more `progress`, then each `token`, then one `finish`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """Ends the running requests of this id, at whichever server they run. Only their owner can.
+        """Ends the owner's running requests with this id, at any door.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,7 +97,7 @@ class DeltafrontServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """The model, its limits, the attention methods and the capacity.
+        """Returns the model, its limits, the attention methods and the capacity.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,8 +140,8 @@ def add_DeltafrontServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DeltafrontService:
-    """A status that the server itself gives has `deltafront-status` in its trailing metadata. One without it comes
-    from between: the connection to a server was lost, and the request may be sent again.
+    """A status from the server has `deltafront-status` in its trailing metadata. A status without it comes from a
+    proxy or gRPC: the connection was lost, and the request may be sent again.
     """
 
     @staticmethod
