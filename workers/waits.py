@@ -16,7 +16,7 @@ def said_when_slow(
     after_s: float | None = None,
     say: Callable[[str], object] = log.warning,
 ) -> Iterator[None]:
-    """Log what a `with` block waits for, every `after_s` seconds until the block ends.
+    """Log the things that a `with` block waits for, every `after_s` seconds until the block ends.
 
     Args:
         what: Returns the text after "waits for". It is called on another thread.

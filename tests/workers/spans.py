@@ -12,7 +12,7 @@ PARENT = f"00-{TRACE}-{CALLER}-01"
 
 
 class Recorder(SpanProcessor):
-    """Keeps its tracer's spans. `spans`: those that have ended. `begun`: number of spans that have begun."""
+    """Keeps its tracer's finished spans, in `spans`. `begun` is the number of spans that have begun."""
 
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
@@ -28,7 +28,7 @@ class Recorder(SpanProcessor):
         self.spans.append(span)
 
     def under(self, parent: ReadableSpan | None) -> list[ReadableSpan]:
-        """Return a span's children by their beginning; None: those of PARENT."""
+        """Return a span's children in order of their start; None: the children of the caller's span."""
         number = int(CALLER, 16) if parent is None else parent.get_span_context().span_id
         found = [span for span in self.spans if span.parent is not None and span.parent.span_id == number]
         assert all(span.get_span_context().trace_id == int(TRACE, 16) for span in found)

@@ -1,5 +1,5 @@
-"""Tests roles as Ray actors: forms of methods, hosting, what a proxy sends and raises, and that mypy checks
-every call."""
+"""Tests roles as Ray actors: how each method is called, hosting, calls and errors of a proxy, and that mypy
+checks every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a close that takes long logs what it waits for."""
+"""Tests that a slow `close` logs the work that it waits for."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ async def test_stats_count_each_owners_tokens_by_api_server(bench: Any) -> None:
     await run.reserve("b", 20, 0, door="one")
     await run.reserve("c", 10, 5, door="two")
     await run.reserve("d", 10, 5, owner="you", door="two")
-    await run.reserve("resumed", 10, 5, door="two", resume_tokens=7)  # tokens of the answer
+    await run.reserve("resumed", 10, 5, door="two", resume_tokens=7)
     wanted = {
         OwnerUse(owner="me", door="", requests=0, tokens=30),
         OwnerUse(owner="me", door="one", requests=2, tokens=68),

@@ -144,7 +144,7 @@ async def test_cancel_deadline_lease_or_time_limit_ends_a_wait(bench: Any) -> No
         await asyncio.sleep(0.25)
     assert (await late).reason is RefusalReason.DEADLINE
     with pytest.raises(DecodeFailed, match="no door renewed"):
-        await lost  # after a few checks
+        await lost
     assert not patient.done() and not last.done()
     await run.engine.cancel("all")
     assert isinstance(await patient, Reserved)

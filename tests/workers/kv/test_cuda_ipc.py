@@ -1,5 +1,5 @@
 """Tests KV that a decode worker copies from a stage's pages by CUDA IPC, in addition to
-`test_exported_pages.py`. Device and Ray are stand-ins: tensors of this process behind handles."""
+`test_exported_pages.py`. Device and Ray are stand-ins: a handle refers to a tensor of this process."""
 
 from __future__ import annotations
 

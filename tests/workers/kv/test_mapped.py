@@ -149,7 +149,7 @@ async def test_ended_request_keeps_its_pages_until_the_stage_closes_them() -> No
         assert pool.used == 2
         writers.close(one)
         assert pool.used == 0 and pages.freed.is_set()
-        writers.close(one)  # again
+        writers.close(one)  # does nothing
     finally:
         stage.kill()
         stage.wait()

@@ -176,7 +176,7 @@ async def test_pages_keep_their_host_slots_until_they_are_saved() -> None:
         saving = acting.start()
         async with asyncio.timeout(
             60
-        ):  # a thread writes the dates, so the loop cannot wait a number of turns
+        ):  # a thread writes the dates, so a fixed number of loop turns is not enough
             while not (saving.done() or not run.store.busy):
                 await asyncio.sleep(0.001)
         assert not saving.done(), f"saving ended: {saving.exception()!r}"

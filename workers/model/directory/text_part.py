@@ -27,7 +27,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(f"config.json: {config['architectures'][0]} has no section text_config")
     outer = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
     own = {key: value for key, value in text.items() if value is not None or key not in outer}
-    tied = {key: outer[key] for key in ("tie_word_embeddings",) if key in outer}  # transformers uses this one
+    tied = {key: outer[key] for key in ("tie_word_embeddings",) if key in outer}  # outer wins
     return outer | own | tied
 
 

@@ -349,7 +349,7 @@ def _own_name(name: str, blocks: Mapping[str, str]) -> str:
     if block != "blk" or part not in blocks or kind not in ("weight", "bias"):
         raise ModelError(f"GGUF tensor {name!r} is not part of such a decoder")
     own = f"model.layers.{number}.{blocks[part]}.{kind}"
-    return own.replace("e_score_correction.bias", "e_score_correction_bias")  # the converter's way back
+    return own.replace("e_score_correction.bias", "e_score_correction_bias")  # undo llama.cpp's renaming
 
 
 def _to_torch(tensor: Any, expert: int | None = None) -> torch.Tensor:

@@ -65,7 +65,7 @@ class QuantisedSource:
         self._stored = source.names()
         self._matrices = form.matrices(self._stored)
         parts = {stem + suffix for stem in self._matrices for suffix in form.suffixes}
-        parts |= {f"{stem}bias" for stem in self._matrices} - shapes.keys()  # zeros
+        parts |= {f"{stem}bias" for stem in self._matrices} - shapes.keys()  # biases of zeros
         weights = {f"{stem}weight" for stem in self._matrices}
         self._names = frozenset(name for name in self._stored - parts if not is_ignored(name)) | weights
 

@@ -247,7 +247,7 @@ class PrefillRequests:
     def _next_turn(self, now: float) -> float | None:
         """Return the seconds after which a refused prompt should try again; None while the rate is unknown.
 
-        Two refused prompts are told times that differ by the mean prefill time of a prompt in this group.
+        Each refused prompt's time is later than the last one's, by this group's mean prefill time per prompt.
         """
         rate = self._throughput.tokens_per_second
         if rate <= 0:
