@@ -67,7 +67,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("says", [lost, silent, dead])
-async def test_replaces_a_head_that_is_lost_silent_or_dead(
+async def test_replaces_a_head_actor_that_is_lost_silent_or_dead(
     says: Callable[[], Any], killed: list[Any]
 ) -> None:
     built: list[str] = []

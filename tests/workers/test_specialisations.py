@@ -101,7 +101,7 @@ def test_cases_have_a_stage_that_begins_with_an_mlp() -> None:
     assert first.mlps.stop == last.mlps.start == first.layers.stop - 1
 
 
-def test_without_a_warm_up_kernels_are_missing(found: dict[str, Any]) -> None:
+def test_kernels_are_compiled_by_requests_without_a_warm_up(found: dict[str, Any]) -> None:
     """Shows that the other tests here can fail."""
     missing = found["cold"]["missing"]
     assert {"hopper_kernel", "_rule_kernel", "anchors_hopper_kernel", "_fill_kernel"} <= missing.keys()

@@ -15,7 +15,7 @@ from deltafront.workers.model.calibrated.profile import Profile
 GOAL = 0.97
 """The share of dense attention's score that a setting must keep."""
 LEAST = 8
-"""Prompts before a setting is dropped, and prompts that a first choice of settings leaves time for."""
+"""A setting is dropped only after this many prompts, and time for them limits the settings to try."""
 TASKS = (
     "multikey_1", "single_2", "multivalue", "multikey_2", "multiquery", "variables", "single_3", "multikey_3",
     "single_1",
@@ -76,7 +76,7 @@ def endless_prompts(
 
 
 def affordable(given: Sequence[Trial], dense_s: float, left_s: float) -> list[Trial]:
-    """Keep as many first trials as leave time for `LEAST` prompts, at least one.
+    """Return the first trials that leave time for `LEAST` prompts together, but at least one trial.
 
     Args:
         dense_s: Time of dense attention's first prompt. A trial is assumed to take as long.
@@ -86,12 +86,12 @@ def affordable(given: Sequence[Trial], dense_s: float, left_s: float) -> list[Tr
 
 
 def hopeless(row: ComparedRow) -> bool:
-    """Say whether a trial can be dropped: its interval ends below the goal."""
+    """True if a trial can be dropped, because its interval ends below the goal."""
     return row.samples >= LEAST and row.kept_95 is not None and row.kept_95[1] < GOAL
 
 
 def another_fits(took: Mapping[str, float], running: Sequence[Trial], left_s: float) -> bool:
-    """Say whether another prompt fits into the time that is left.
+    """Return whether another prompt fits into the time that is left.
 
     Args:
         took: Seconds of the longest prompt so far, by trial and of `dense`.

@@ -58,7 +58,7 @@ def test_intervals_follow_students_t_and_cover_the_true_share() -> None:
     assert kept_interval([1.0], [1.0], ["a"]) is None
 
 
-def test_interval_is_of_documents_not_of_questions() -> None:
+def test_confidence_interval_counts_documents_not_questions() -> None:
     scores = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
     apart = kept_interval(scores, [1.0] * 6, list("abcdef"))
     once = kept_interval(scores[:3] + [1.0] * 3, [1.0] * 6, list("aabbcc"))

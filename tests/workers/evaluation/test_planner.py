@@ -66,7 +66,7 @@ def run(table: Table, given: Sequence[Trial], count: int, until: float = 1e9) ->
     return evaluation
 
 
-def test_every_trial_answers_every_prompt_beside_dense() -> None:
+def test_every_setting_answers_all_prompts_and_is_compared_with_dense() -> None:
     table = Table(lambda setting, number: setting != BAD or number != 3)
     rows = run(table, [Trial(GOOD), Trial(BAD)], 5).rows()
     assert [row.samples for row in rows.values()] == [5, 5]
@@ -88,8 +88,8 @@ def test_stops_before_a_prompt_that_does_not_fit(seconds: float) -> None:
     assert evaluation.rows()
 
 
-def test_first_prompt_is_asked_and_leaves_time_for_eight() -> None:
-    """With little time fewer settings are tried, the first in the list among them."""
+def test_tries_fewer_settings_if_time_is_short_but_at_least_one() -> None:
+    """The list's first settings are tried, so that there is time for eight prompts of 1 s per setting."""
     given = [Trial(Setting(f"dpxa:share=0.{n}")) for n in range(1, 8)]
     for until, tried in ((0.0, 1), (17.0, 1), (33.0, 3), (1000.0, 7)):
         rows = run(Table(lambda *_: True), given, 9, until).rows()
@@ -117,7 +117,7 @@ def row(lost: int, count: int, density: float) -> ComparedRow:
     return compare("x", prompts(count), some, dense)
 
 
-def test_verdict_is_the_least_density_whose_interval_keeps_the_goal() -> None:
+def test_recommends_the_sparsest_setting_whose_interval_meets_goal() -> None:
     sparse, denser, best = Setting("streaming"), Setting("dpxa"), Setting("xattention")
     rows = {Trial(sparse): row(5, 200, 0.1), Trial(denser): row(0, 200, 0.4), Trial(best): row(1, 400, 0.2)}
     assert found(rows).setting == best
@@ -129,7 +129,7 @@ def test_verdict_is_the_least_density_whose_interval_keeps_the_goal() -> None:
     assert found({}).words == "dense: no setting is known to keep 0.97 of dense attention's score"
 
 
-def test_verdict_needs_both_ways_of_asking() -> None:
+def test_recommends_only_settings_that_are_good_in_sessions_too() -> None:
     rows = {Trial(GOOD): row(0, 200, 0.2), Trial(GOOD, session=True): row(20, 200, 0.2)}
     assert found(rows).setting is None
     rows[Trial(GOOD, session=True)] = row(0, 150, 0.2)
@@ -140,7 +140,7 @@ def test_recommends_no_setting_after_few_prompts() -> None:
     assert found({Trial(GOOD): row(0, 20, 0.2)}).setting is None
 
 
-def test_trials_are_those_given_or_the_list_with_the_profiles_levels(tmp_path: Path) -> None:
+def test_tries_the_given_settings_or_else_the_defaults(tmp_path: Path) -> None:
     assert [str(trial) for trial in trials([], "prompt", None)] == list(SETTINGS)
     given = trials(["dpxa@8", "dpxa@8", "streaming"], "both", None)
     assert [str(trial) for trial in given] == ["dpxa@8", "dpxa@8, session", "streaming", "streaming, session"]

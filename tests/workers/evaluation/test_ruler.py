@@ -109,7 +109,7 @@ def test_prompt_holds_its_answers_and_fills_its_tokens(task: str) -> None:
         ("multivalue", WORD, NUMBER, 4),
     ],
 )
-def test_needle_has_rulers_sentence(task: str, key: str, value: str, least: int) -> None:
+def test_needles_are_worded_as_in_ruler(task: str, key: str, value: str, least: int) -> None:
     made = prompt_of(task)
     kind = "uuid" if value == UUID else "number"
     found = re.findall(f"One of the special magic {kind}s for ({key}) is: ({value})\\.", made.document)
@@ -130,7 +130,7 @@ def test_chain_of_variables_ends_in_the_value_asked_for() -> None:
         assert found == value[0]
 
 
-def test_common_and_frequent_words_stand_out() -> None:
+def test_answers_of_word_tasks_are_the_most_frequent_words() -> None:
     common = prompt_of("common_words")
     words = re.findall(r"\d+\. (\S+)", common.document)
     assert {word for word in words if words.count(word) == 30} == set(common.answers)
@@ -141,7 +141,7 @@ def test_common_and_frequent_words_stand_out() -> None:
     assert set(ranked[1:]) >= set(frequent.answers) and coded.count("...") > coded.count(ranked[-1])
 
 
-def test_refuses_fewer_tokens_than_the_facts_take() -> None:
+def test_refuses_a_prompt_too_short_for_its_facts() -> None:
     with pytest.raises(ValueError, match="task multiquery: its shortest prompt has"):
         prompt_of("multiquery", tokens=50)
 
@@ -178,7 +178,7 @@ def test_questions_on_one_document_share_a_source(tmp_path: Path) -> None:
         ("", "has no line: give one JSON object on each"),
     ],
 )
-def test_refuses_a_wrong_line_of_a_file_of_prompts(tmp_path: Path, line: str, message: str) -> None:
+def test_refuses_a_file_of_prompts_with_a_wrong_line(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text(line)
     with pytest.raises(PromptError, match=message):

@@ -251,7 +251,9 @@ prompts = st.text(alphabet="ab", min_size=1, max_size=7)
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(prompts, max_size=6), st.data())
-def test_concurrent_loads_agree_with_a_model(written: list[str], data: st.DataObject) -> None:
+def test_concurrent_loads_agree_with_a_plain_model_of_the_tier(
+    written: list[str], data: st.DataObject
+) -> None:
     async def run() -> None:
         setup = Setup(300, written)
         model, held = Model(list(setup.files.values())), list[asyncio.Task[Loaded]]()

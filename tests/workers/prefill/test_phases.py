@@ -41,7 +41,7 @@ def test_nested_phases_count_only_their_own_time() -> None:
         assert timer.seconds() == {"correction": 42.0, "scoring": 132.0, "attention": 16.0}
 
 
-def test_phase_counts_for_the_layer_it_begins_in() -> None:
+def test_phase_time_counts_for_the_layer_where_it_begins() -> None:
     """The layers' times add up to each phase's total."""
     clock = FakeClock()
     with mock.patch.object(time, "perf_counter", clock.perf_counter):

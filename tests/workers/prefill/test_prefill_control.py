@@ -71,7 +71,7 @@ async def test_prompt_yields_its_chunks_and_then_a_report() -> None:
 
 
 @timeless
-async def test_chunks_in_flight_are_bounded_and_short_prompts_overtake() -> None:
+async def test_chunks_in_flight_are_bounded_and_short_prompts_go_first() -> None:
     """The first stage has one chunk running and one queued. In all, there is one chunk more than stages."""
     controller, fakes = make(stages=3)
     long = asyncio.create_task(collect(controller, job("long", 900)))
