@@ -89,8 +89,8 @@ class DecodedRows:
         v_RGD: torch.Tensor,
         selected_RS: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out_RHD and weights_GJRS over the text's keys. Each row's own K and V replace the text's at
-        its position."""
+        """Attend to the text's keys, with each row's own K and V in place of the text's at its position.
+        Returns out_RHD and weights_GJRS."""
         k_GSD, v_GSD = self._kv[layer]
         rows, heads, dim = q_RHD.shape
         groups = k_GSD.shape[0]

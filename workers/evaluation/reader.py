@@ -150,7 +150,8 @@ class Reader:
     def asked(
         self, reading: Reading, question: Sequence[int], blocks: int
     ) -> AbstractContextManager[Reading]:
-        """Append a question to a document that has been read, as to a session. Otherwise as `end_again`."""
+        """Append a question to a prefilled document, like a decode worker that appends text to a session.
+        Arguments and result are those of `end_again`."""
         return self._appended(reading, len(self._ids_T), question, blocks)
 
     @contextmanager

@@ -138,7 +138,7 @@ async def test_wrong_logits_fail_the_request(bench: Any) -> None:
 
 
 async def test_requests_of_a_batch_share_each_decode_step(bench: Any) -> None:
-    """The sum of the requests' own steps is the number of steps."""
+    """The requests' shares of steps (`own_steps`) add up to the number of steps."""
     run = await bench()
     runner, batches = run.engine._runner, []
     launch = runner.launch

@@ -66,7 +66,7 @@ class Clock:
 
 
 class ByCudaIpc:
-    """Makes the stage's and the decode worker's end of a CUDA IPC hand-off."""
+    """Makes the stage's and the decode worker's side of a CUDA IPC hand-off."""
 
     def __init__(self) -> None:
         self.peers = Neighbours()
@@ -84,7 +84,7 @@ class ByCudaIpc:
 
 
 class ByNixl:
-    """Makes the stage's and the decode worker's end of a NIXL hand-off, with a stand-in for NIXL."""
+    """Makes the stage's and the decode worker's side of a NIXL hand-off, with a stand-in for NIXL."""
 
     def __init__(self) -> None:
         self.fabric = Fabric()

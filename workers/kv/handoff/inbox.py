@@ -1,4 +1,4 @@
-"""The decode worker's end of a KV hand-off: receives the KV of one attempt at a prompt.
+"""The decode worker's side of a KV hand-off: receives the KV of one attempt at a prompt.
 
 A resumed prompt gets a new inbox, so that late messages of the old attempt write nothing. Only the event
 loop's thread uses an inbox.

@@ -1,4 +1,4 @@
-"""The stage's end of a KV hand-off. Its messages announce which layers of a chunk can be read, and where.
+"""The stage's side of a KV hand-off. Its messages announce which layers of a chunk can be read, and where.
 
 Several small layers share a message, since each message takes every process some hundred microseconds.
 """
