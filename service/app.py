@@ -95,7 +95,9 @@ class DoorReplica(FrontDoor):
             observer(metrics, certificates(door)),
             refresh_s=door.refresh_s,
             renew_s=door.renew_s,
-            pairing=pairing(settings.model, settings.handoff, settings.decode.kv_dtype),
+            pairing=pairing(
+                settings.model, settings.handoff, settings.decode.kv_dtype, settings.decode.tensor_parallel
+            ),
         )
         host = door.metrics_at
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
@@ -220,7 +222,7 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
     model, handoff, spans = settings.model, settings.handoff, span_sink(settings.door)
     owners = (
         _owner("PrefillGroup", prefill_group, prefill, groups).bind(
-            model, prefill, handoff, spans, decode.kv_dtype
+            model, prefill, handoff, spans, decode.kv_dtype, decode.tensor_parallel
         ),
         _owner("DecodeReplica", decode_worker, decode, workers).bind(model, decode, handoff, spans),
     )

@@ -259,10 +259,11 @@ class HandoffConfig:
     ack_timeout_s: Positive = 60.0
 
 
-def pairing(model: ModelSpec, handoff: HandoffConfig, kv_dtype: KVDtype | None) -> str:
+def pairing(model: ModelSpec, handoff: HandoffConfig, kv_dtype: KVDtype | None, ranks: int) -> str:
     """Return a string that is equal for prefill groups and decode workers that can serve a prompt together.
 
-    They need the same model, KV format and transport. While a new configuration is rolled out, workers of the
-    old one still run.
+    They need the same model, KV format and transport, and with `nixl` the same ranks of a decode worker.
+    While a new configuration is rolled out, workers of the old one still run.
     """
-    return repr((replace(model, profile=None), handoff.transport, kv_dtype))
+    gathered = {"ranks": ranks} if handoff.transport == "nixl" and ranks > 1 else None
+    return repr((replace(model, profile=None), handoff.transport, kv_dtype, gathered))

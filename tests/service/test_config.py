@@ -427,15 +427,17 @@ def test_serve_accepts_the_application_builder(model: Path) -> None:
 
 def test_settings_that_change_kv_keep_groups_and_workers_apart() -> None:
     model, handoff = ModelSpec(path="m"), HandoffConfig()
-    same = pairing(model, handoff, None)
-    assert pairing(replace(model, profile="p"), replace(handoff, ack_timeout_s=1.0), None) == same
+    same = pairing(model, handoff, None, 1)
+    assert pairing(replace(model, profile="p"), replace(handoff, ack_timeout_s=1.0), None, 8) == same
     changes: list[dict[str, Any]] = [{"path": "n"}, {"rope_theta": 9.0}, {"dtype": "float32"}]
-    found = {pairing(replace(model, **one), handoff, None) for one in changes}
-    found.add(pairing(model, replace(handoff, transport="cuda_ipc"), None))
-    found.add(in_8_bits := pairing(model, handoff, "int8"))
+    found = {pairing(replace(model, **one), handoff, None, 1) for one in changes}
+    found.add(pairing(model, replace(handoff, transport="cuda_ipc"), None, 1))
+    found.add(in_8_bits := pairing(model, handoff, "int8", 1))
     assert len(found) == 5 and same not in found
+    nixl = replace(handoff, transport="nixl")
+    assert pairing(model, nixl, None, 2) != pairing(model, nixl, None, 4), "a stage gathers by ranks"
     for kv_dtype, wanted in ((None, same), ("int8", in_8_bits)):
         content = {"model": {"path": "m"}, "decode": {"page_selection": "full", "kv_dtype": kv_dtype}}
         served = parse(parse(content).model_dump(mode="json"))
-        found_there = pairing(served.model, served.handoff, served.decode.kv_dtype)
+        found_there = pairing(served.model, served.handoff, served.decode.kv_dtype, 1)
         assert found_there == wanted, "a door's is that of its workers"

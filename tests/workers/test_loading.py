@@ -51,7 +51,7 @@ class Method:
 async def test_group_reports_the_kernels_its_stages_compiled(
     model: ModelSpec, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stage = group.StageActor(model, CONFIG, HandoffConfig(), SpanSink(), None, 0)
+    stage = group.StageActor(model, CONFIG, HandoffConfig(), SpanSink(), None, 1, 0)
     stage.load()
     assert "stage 0 of 1: loaded 5 of 5 layers after" in capfd.readouterr().err
     assert stage._compilations.ready, "what is compiled from now on, a request waits for"

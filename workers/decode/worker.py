@@ -59,7 +59,7 @@ class DecodeActor(Leaving):
     ) -> None:
         from deltafront.workers.kv.handoff.transports import kv_reader
 
-        self._pairing = pairing(model, handoff, config.kv_dtype)
+        self._pairing = pairing(model, handoff, config.kv_dtype, config.tensor_parallel)
         self._compilations = watch(config.device, config.kernel_cache)
         self._ranks = ranks
         links = [RankOverRay(number, actor) for number, actor in enumerate(ranks, start=1)]

@@ -93,7 +93,7 @@ async def test_each_rank_receives_only_its_heads(transport: str, ranks: int, see
     theirs, ours = (draw.sample(range(20), pages_for(tokens)) for _ in range(2))
     box, config = LocalOutbox(), HandoffConfig()
     box.receiver = Collected()
-    ends = without_ray_and_gpu(transport, box)
+    ends = without_ray_and_gpu(transport, box, ranks)
     of_ranks = [{"rank": n, "ranks": ranks, "int8": int8} for n in range(ranks)]
     caches = [poisoned(layers, HEADS // ranks, 20, dtype, **rank) for rank in of_ranks]
     readers = [ends.reader(config, cache, ThreadPoolExecutor(1)) for cache in caches]

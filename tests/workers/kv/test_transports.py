@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,9 @@ from deltafront.tests.workers.in_process import (
     InProcessStream,
 )
 from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.handoff.nixl import gathered_kv
+from deltafront.workers.kv.handoff.nixl_agent import Agent
+from deltafront.workers.kv.handoff.nixl_heads import GatherExporter, GatherSlots
 from deltafront.workers.kv.handoff.outbox import Delivery
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, KVSender, UsePages
 from deltafront.workers.kv.handoff.stream import MessageSender
@@ -124,7 +128,25 @@ class LocalOutbox(Box):
         self.receiver.first_logits(message)
 
 
-def without_ray_and_gpu(name: str, outbox: LocalOutbox) -> Transport:
+class LocalGatheringOutbox(LocalOutbox):
+    """Gathers each message by ranks before `outbox` delivers it. Slots are never used again."""
+
+    def __init__(self, outbox: LocalOutbox, cache: PagedKVCache, agent: Agent, ranks: int) -> None:
+        super().__init__()
+        self._outbox, self._slots = outbox, GatherSlots(cache, agent, ranks, 1 << 17, slots=64)
+        self._payload = gathered_kv(cache, agent)
+
+    def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
+        gathered, lease, _give_back = self._slots.gather(announcement.payload)
+        self._outbox.send_kv(delivery, replace(announcement, payload=self._payload(gathered, lease)))
+
+
+def gathering_sender(way: ByNixl, outbox: LocalOutbox, cache: PagedKVCache, ranks: int) -> MessageSender:
+    gathering = LocalGatheringOutbox(outbox, cache, way.agent(), ranks)
+    return MessageSender(GatherExporter(cache.device), gathering, background=True)
+
+
+def without_ray_and_gpu(name: str, outbox: LocalOutbox, ranks: int = 1) -> Transport:
     """Make a transport with stand-ins for the called actor and the device's memory."""
     if name == "object_store":
         return Transport(
@@ -132,6 +154,11 @@ def without_ray_and_gpu(name: str, outbox: LocalOutbox) -> Transport:
             TRANSPORTS[name].reader,
         )
     way = ByCudaIpc() if name == "cuda_ipc" else ByNixl()
+    if ranks > 1 and isinstance(way, ByNixl):
+        return Transport(
+            lambda _config, cache: gathering_sender(way, outbox, cache, ranks),
+            lambda _config, cache, thread: way.reader(cache, thread, time.monotonic),
+        )
     return Transport(
         lambda config, cache: MessageSender(
             way.exporter(cache, config.ack_timeout_s, time.monotonic), outbox, background=True

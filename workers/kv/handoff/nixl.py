@@ -18,7 +18,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -43,6 +43,14 @@ from deltafront.workers.kv.handoff.nixl_agent import (
     Span,
     memory_of,
     new_agent,
+)
+from deltafront.workers.kv.handoff.nixl_heads import (
+    Gathered,
+    GatherExporter,
+    GatheringOutbox,
+    GatherSlots,
+    SlotLease,
+    slot_bytes,
 )
 from deltafront.workers.kv.handoff.outbox import MAX_UNANSWERED_BYTES, ActorOutbox
 from deltafront.workers.kv.handoff.protocols import HandoffError, UsePages, described, plain
@@ -76,12 +84,13 @@ class RegisteredCache(ExportedCache):
 
 @dataclass(frozen=True)
 class RegisteredKV(ExportedKV):
-    """The payload of an announcement. The word at `lease` equals `serial` as long as the rows belong to the
-    request."""
+    """The payload of an announcement. The word at `lease` equals `serial` as long as the rows, or the slot of
+    `gathered`, belong to the request."""
 
     cache: RegisteredCache
     lease: Span
     serial: int
+    gathered: Gathered | None = None
 
 
 class NixlExporter:
@@ -97,15 +106,7 @@ class NixlExporter:
         self._leases = RegisteredWords(agent, cache.pages)
         self._serials = itertools.count(1)
         _register(cache, agent)
-        self._exported = RegisteredCache(
-            layers=cache.layers,
-            shape=tuple(cache.k_LPSGD.shape),
-            dtype=str(cache.dtype),
-            agent=agent.name,
-            metadata=agent.get_agent_metadata(),
-            memory=memory_of(cache.device),
-            sides=tuple(side.data_ptr() for side in cache.sides),
-        )
+        self._exported = _exported(cache, agent)
 
     def export(self, pages: Sequence[int]) -> NixlExport:
         return NixlExport(self._cache, pages, self._exported, self._leases, self._serials)
@@ -161,13 +162,14 @@ class NixlReader:
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
     ) -> int | None:
         kv = checked(announcement, self._cache, RegisteredKV)
+        self._check_ranks(announcement, kv)
         slot = await self._slots.get()
         try:
             with use_pages() as pages:
                 if pages is None:
                     return None
                 ours = row_runs(pages, announcement.start, announcement.tokens)
-                await self._read(announcement, kv, list(self._reads(kv, layers, ours)), slot)
+                await self._read(announcement, kv, list(self._reads(announcement, kv, layers, ours)), slot)
             if self._leases_read[slot] != kv.serial:
                 raise too_late(announcement)
         finally:
@@ -196,21 +198,45 @@ class NixlReader:
                 if stage in self._lost:
                     await self._on_thread(self._disconnect, stage)
 
-    def _reads(self, kv: RegisteredKV, layers: Sequence[int], ours: Runs) -> Iterator[tuple[int, int, int]]:
+    def _check_ranks(self, announcement: KVAnnouncement, kv: RegisteredKV) -> None:
+        cache, gathered = self._cache, kv.gathered
+        ranks, theirs = cache.model_heads // cache.kv_heads, 1 if gathered is None else gathered.ranks
+        if ranks != theirs:
+            raise HandoffError(
+                f"{described(announcement)} is for decode workers of {theirs} ranks, this one has {ranks}: "
+                "prefill and decode workers must have one configuration"
+            )
+        size = announcement.layers, announcement.tokens
+        if gathered is not None and (gathered.layers, gathered.tokens) != size:
+            raise HandoffError(f"{described(announcement)} is not what the stage has gathered")
+
+    def _reads(
+        self, announcement: KVAnnouncement, kv: RegisteredKV, layers: Sequence[int], ours: Runs
+    ) -> Iterator[tuple[int, int, int]]:
         """Yield each piece to copy: (address in the stage's memory, address in this memory, bytes)."""
+        if kv.gathered is None:
+            yield from self._reads_of_rows(kv, layers, ours)
+            return
+        cache = self._cache
+        rank = cache.heads.start // cache.kv_heads
+        for layer in layers:
+            for side, ours_S in enumerate(cache.sides):
+                target = ours_S[layer - cache.layers.start].data_ptr()
+                yield from kv.gathered.reads(rank, layer - announcement.layer, side, target, ours)
+
+    def _reads_of_rows(
+        self, kv: RegisteredKV, layers: Sequence[int], ours: Runs
+    ) -> Iterator[tuple[int, int, int]]:
         cache, theirs = self._cache, kv.cache
         runs = list(paired_runs(kv.rows, ours))
-        if cache.model_heads != cache.kv_heads:  # with some heads of a row, each row is a separate piece
-            runs = [(a + n, b + n, 1) for a, b, count in runs for n in range(count)]
         for layer in layers:
             their_start = (layer - theirs.layers.start) * theirs.shape[1] * PAGE_TOKENS
             our_start = (layer - cache.layers.start) * cache.pages * PAGE_TOKENS
             for source, target in zip(theirs.sides, cache.sides, strict=True):
-                head_bytes = prod(target.shape[4:]) * target.itemsize
-                pitch, size = cache.model_heads * head_bytes, cache.kv_heads * head_bytes
+                size = prod(target.shape[3:]) * target.itemsize
                 for their_row, our_row, count in runs:
                     yield (
-                        source + (their_start + their_row) * pitch + cache.heads.start * head_bytes,
+                        source + (their_start + their_row) * size,
                         target.data_ptr() + (our_start + our_row) * size,
                         count * size,
                     )
@@ -260,6 +286,34 @@ def _register(cache: PagedKVCache, agent: Agent) -> None:
         torch.cuda.synchronize(cache.device)  # else zeroing the cache could overwrite transferred KV
     spans = [(side.data_ptr(), side.nbytes) for side in cache.sides]
     memory_of(cache.device).register(agent, spans)
+
+
+def _exported(cache: PagedKVCache, agent: Agent) -> RegisteredCache:
+    return RegisteredCache(
+        layers=cache.layers,
+        shape=tuple(cache.k_LPSGD.shape),
+        dtype=str(cache.dtype),
+        agent=agent.name,
+        metadata=agent.get_agent_metadata(),
+        memory=memory_of(cache.device),
+        sides=tuple(side.data_ptr() for side in cache.sides),
+    )
+
+
+def gathered_kv(cache: PagedKVCache, agent: Agent) -> Callable[[Gathered, SlotLease], RegisteredKV]:
+    """Return what makes the payload of a gathered message. Call it once all slots are registered."""
+    exported = replace(_exported(cache, agent), sides=())
+    return lambda gathered, lease: RegisteredKV(
+        exported, ((0, gathered.tokens),), lease.span, lease.serial, gathered
+    )
+
+
+def rank_sender(config: HandoffConfig, cache: PagedKVCache, ranks: int, chunk_tokens: int) -> MessageSender:
+    """Make the sender for decode workers of several ranks."""
+    agent = new_agent()
+    slots = GatherSlots(cache, agent, ranks, slot_bytes(cache, chunk_tokens))
+    outbox = GatheringOutbox(slots, gathered_kv(cache, agent), config.ack_timeout_s)
+    return MessageSender(GatherExporter(cache.device), outbox, background=cache.device.type == "cuda")
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:

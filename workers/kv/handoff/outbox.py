@@ -66,6 +66,7 @@ class _Unanswered:
     delivery: Delivery
     bytes: int
     until: float
+    over: Callable[[], None]
 
 
 class ActorOutbox:
@@ -118,19 +119,27 @@ class ActorOutbox:
             return any(message.delivery is delivery for message in self._unanswered)
 
     def _call(
-        self, method: Callable[[KVReceiver, M], Awaitable[None]], delivery: Delivery, message: M, size: int
+        self,
+        method: Callable[[KVReceiver, M], Awaitable[None]],
+        delivery: Delivery,
+        message: M,
+        size: int,
+        over: Callable[[], None] = lambda: None,
     ) -> None:
+        """Send a message. `over` is called once it is answered, its time is over, or it cannot be sent."""
         if delivery.failure:
+            over()
             return
         name = delivery.decode_worker
         try:
             reply = sent(self._actor(name), method, message)
         except Exception as error:
             self._not_taken(delivery, error)
+            over()
             return
         until = self._clock() + self._ack_timeout_s
         with self._lock:
-            self._unanswered.append(_Unanswered(reply, delivery, size, until))
+            self._unanswered.append(_Unanswered(reply, delivery, size, until, over))
         while (oldest := self._over_limit()) is not None:
             patience = max(0.0, oldest.until - self._clock())
             self._ray.wait([oldest.reply], num_returns=1, timeout=patience, fetch_local=False)
@@ -162,6 +171,7 @@ class ActorOutbox:
             ]
             self._unanswered = deque(message for message in self._unanswered if message not in done)
         for message in done:
+            message.over()
             try:
                 self._ray.get(message.reply, timeout=0)
             except Exception as error:

@@ -16,20 +16,38 @@ from deltafront.workers.settings import HandoffConfig
 
 @dataclass(frozen=True)
 class Transport:
+    """Makes the two ends.
+
+    `rank_sender` also takes the ranks of a decode worker and the tokens of the longest chunk. None: `sender`
+    serves any number of ranks.
+    """
+
     sender: Callable[[HandoffConfig, PagedKVCache], KVSender]
     reader: Callable[[HandoffConfig, PagedKVCache, Executor], KVReader]
+    rank_sender: Callable[[HandoffConfig, PagedKVCache, int, int], KVSender] | None = None
 
 
 TRANSPORTS: dict[str, Transport] = {
     "object_store": Transport(object_store.sender, object_store.reader),
     "cuda_ipc": Transport(cuda_ipc.sender, cuda_ipc.reader),
-    "nixl": Transport(nixl.sender, nixl.reader),
+    "nixl": Transport(nixl.sender, nixl.reader, nixl.rank_sender),
     "mapped": Transport(mapped.sender, mapped.reader),
 }
 
 
-def kv_sender(config: HandoffConfig, cache: PagedKVCache) -> KVSender:
-    return _named(config.transport).sender(config, cache)
+def kv_sender(
+    config: HandoffConfig, cache: PagedKVCache, *, ranks: int = 1, chunk_tokens: int = 0
+) -> KVSender:
+    """Make a stage's sender.
+
+    Args:
+        ranks: Ranks of a decode worker.
+        chunk_tokens: The longest chunk.
+    """
+    transport = _named(config.transport)
+    if ranks > 1 and transport.rank_sender is not None:
+        return transport.rank_sender(config, cache, ranks, chunk_tokens)
+    return transport.sender(config, cache)
 
 
 def kv_reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> KVReader:

@@ -71,9 +71,10 @@ class StageActor:
         handoff: HandoffConfig,
         spans: SpanSink,
         kv_dtype: KVDtype | None,
+        ranks: int,
         stage: int,
     ) -> None:
-        self._kv_dtype = kv_dtype
+        self._kv_dtype, self._ranks = kv_dtype, ranks
         self._model, self._config, self._handoff, self._number = model, config, handoff, stage
         self._spans = spans
         self._store: Any = None
@@ -104,7 +105,7 @@ class StageActor:
         self._compilations = watch(self._config.device, self._config.kernel_cache)
         tell = progress(f"stage {self._number} of {self._config.stages}")
         memory = self._decode_workers_memory(tell)
-        ends = partial(kv_sender, self._handoff)
+        ends = partial(kv_sender, self._handoff, ranks=self._ranks, chunk_tokens=self._config.chunk_tokens)
         source = RayKVSource(self._handoff.ack_timeout_s)
         tracer = Tracer(provider(self._spans, f"stage{self._number}:{node[:8]}:{os.getpid()}"))
         self._stage = load_stage(
@@ -128,7 +129,7 @@ class StageActor:
         from deltafront.workers.kv.peer_memory import end_with, map_objects
 
         tell("waits for the decode worker, whose weights and pages it maps")
-        wanted = pairing(self._model, self._handoff, self._kv_dtype)
+        wanted = pairing(self._model, self._handoff, self._kv_dtype, self._ranks)
         exported = _exported_memory(wanted)
         end_with(exported.pid)
         return map_objects(exported, self._config.device)
@@ -243,14 +244,15 @@ class PrefillGroup(Replica):
         handoff: HandoffConfig = HandoffConfig(),  # noqa: B008  frozen
         spans: SpanSink = SpanSink(),  # noqa: B008  frozen
         kv_dtype: KVDtype | None = None,
+        ranks: int = 1,
     ) -> None:
         super().__init__(PREFILL_PREFIX, config.drain_s)
-        self._arguments = model, config, handoff, spans, kv_dtype
+        self._arguments = model, config, handoff, spans, kv_dtype, ranks
         self._stages: dict[int, Any] = {}
         self._begin()
 
     def _build(self) -> None:
-        model, config, handoff, spans, kv_dtype = self._arguments
+        model, config, handoff, spans, kv_dtype, ranks = self._arguments
         for number in self._lost():
             self._end(self._stages.pop(number))
         for number in range(config.stages):
@@ -265,7 +267,7 @@ class PrefillGroup(Replica):
             rendezvous = ray.get(in_lane(stages[0].host, COMMANDS)())
             ray.get([in_lane(stage.join, COMMANDS)(rendezvous) for stage in stages])
         nodes, work = tuple(dict.fromkeys(node for node, _ in loaded)), loaded[0][1]
-        pair = pairing(model, handoff, kv_dtype)
+        pair = pairing(model, handoff, kv_dtype, ranks)
         about = {"nodes": nodes, "work": work, "pairing": pair, "spans": spans}
         self._start_head(ControllerActor, 0, 0, 0, stages, config, **about)
         ray.get(self.head.stats.remote())

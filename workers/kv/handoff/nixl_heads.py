@@ -1,0 +1,172 @@
+"""The sender of `nixl` for decode workers of several ranks: it gathers KV by ranks.
+
+A row of a stage's pages has the heads of all ranks. If a rank read its heads from there, it would need a
+descriptor for each token, layer and side. So the stage copies each message into a slot of registered memory,
+where the heads of a rank follow one another. A slot is used again once the decode worker has answered, or its
+time is over. The slot's lease then tells a late reader.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from deltafront.workers.kv.cache import PagedKVCache, Sides, token_bytes
+from deltafront.workers.kv.handoff.exported_pages import Runs
+from deltafront.workers.kv.handoff.nixl_agent import Agent, RegisteredWords, Span, memory_of
+from deltafront.workers.kv.handoff.outbox import ActorOutbox, Delivery
+from deltafront.workers.kv.peer_memory import launched
+from deltafront.workers.messages.stages import KVAnnouncement
+from deltafront.workers.roles import KVReceiver
+
+MESSAGE_BYTES = 64 << 20
+SLOTS = 5
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Where each rank's part of a message lies in a slot: by rank, then layer, then side, then token.
+
+    Attributes:
+        address: The slot's address at the stage.
+        row_bytes: Bytes of one token in each side, with the heads of all ranks.
+    """
+
+    address: int
+    ranks: int
+    layers: int
+    tokens: int
+    row_bytes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return self.layers * self.tokens * sum(self.row_bytes)
+
+    def part(self, rank: int, layer: int, side: int) -> Span:
+        """Return the address and the bytes of one rank's tokens of a side. layer: counted in the message."""
+        mine = [size // self.ranks for size in self.row_bytes]
+        start = self.tokens * ((rank * self.layers + layer) * sum(mine) + sum(mine[:side]))
+        return self.address + start, self.tokens * mine[side]
+
+    def reads(
+        self, rank: int, layer: int, side: int, target: int, rows: Runs
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield (address at the stage, address here, bytes) of each run of rows.
+
+        Args:
+            target: Address of row 0 of the side, which has this rank's heads only.
+            rows: (first row, count) of the runs that take the message's tokens, in their order.
+        """
+        source, size = self.part(rank, layer, side)[0], self.row_bytes[side] // self.ranks
+        for row, count in rows:
+            yield source, target + row * size, count * size
+            source += count * size
+
+
+@dataclass(frozen=True)
+class SlotLease:
+    """The word at `span` equals `serial` while a slot has the message."""
+
+    span: Span
+    serial: int
+
+
+class GatherSlots:
+    """Registered memory for gathered messages.
+
+    Args:
+        slot_bytes: The most bytes of a message.
+    """
+
+    def __init__(
+        self, cache: PagedKVCache, agent: Agent, ranks: int, slot_bytes: int, slots: int = SLOTS
+    ) -> None:
+        self.slot_bytes, self.slots = slot_bytes, slots
+        self._cache, self._ranks = cache, ranks
+        self._agent = agent  # other processes can reach it only while it lives
+        self._memory_SB = torch.empty((slots, slot_bytes), dtype=torch.uint8, device=cache.device)
+        memory_of(cache.device).register(agent, [(self._memory_SB.data_ptr(), self._memory_SB.nbytes)])
+        self._leases, self._serials = RegisteredWords(agent, slots), itertools.count(1)
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(slots):
+            self._free.put(slot)
+
+    @torch.inference_mode()
+    def gather(self, layers: Sequence[Sides]) -> tuple[Gathered, SlotLease, Callable[[], None]]:
+        """Copy a message into a free slot. Returns once it is there.
+
+        Returns:
+            Where it lies, its lease, and what to call once the slot may be used again.
+        """
+        slot = self._free.get_nowait()  # `GatheringOutbox` leaves one free
+        self._leases[slot] = next(self._serials)  # before anything is overwritten
+        row_bytes = tuple(prod(side_T.shape[1:]) * side_T.element_size() for side_T in layers[0])
+        memory_B = self._memory_SB[slot]
+        tokens = layers[0][0].shape[0]
+        gathered = Gathered(memory_B.data_ptr(), self._ranks, len(layers), tokens, row_bytes)
+        with self._cache.moving():
+            for layer, sides_T in enumerate(layers):
+                for side, side_T in enumerate(sides_T):
+                    for rank, own_T in enumerate(side_T.chunk(self._ranks, dim=1)):
+                        address, size = gathered.part(rank, layer, side)
+                        start = address - gathered.address
+                        memory_B[start : start + size].view(own_T.dtype).view(own_T.shape).copy_(own_T)
+        lease = SlotLease(self._leases.span(slot), self._leases[slot])
+        return gathered, lease, partial(self._free.put, slot)
+
+
+class GatherExporter:
+    """Implements `stream.KVExporter`, and `stream.KVExport` for every request. `GatheringOutbox` gathers."""
+
+    message_bytes = MESSAGE_BYTES
+    in_place = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def export(self, pages: Sequence[int]) -> GatherExporter:
+        return self
+
+    def layer(self, start: int, sides_T: Sides) -> tuple[Sides, Any]:
+        return sides_T, launched(self._device)
+
+    def payload(self, layers: Sequence[Sides]) -> tuple[Sides, ...]:
+        return tuple(layers)
+
+    def revoke(self) -> bool:
+        """Return True: decode workers read slots, never these tensors."""
+        return True
+
+
+class GatheringOutbox(ActorOutbox):
+    """Gathers each message before it is sent. It waits for answers until a slot is free.
+
+    Args:
+        described: Makes an announcement's payload.
+    """
+
+    def __init__(
+        self, slots: GatherSlots, described: Callable[[Gathered, SlotLease], Any], ack_timeout_s: float
+    ) -> None:
+        super().__init__((slots.slots - 1) * slots.slot_bytes, ack_timeout_s)
+        self._slots, self._described = slots, described
+
+    def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
+        if delivery.failure:
+            return
+        gathered, lease, give_back = self._slots.gather(announcement.payload)
+        message = replace(announcement, payload=self._described(gathered, lease))
+        self._call(KVReceiver.announce, delivery, message, self._slots.slot_bytes, give_back)
+
+
+def slot_bytes(cache: PagedKVCache, chunk_tokens: int) -> int:
+    """Return the most bytes of a message: it is sent once it has `MESSAGE_BYTES`, after a whole layer."""
+    layer = chunk_tokens * token_bytes(cache.kv_heads, cache.head_dim, cache.dtype)
+    return min(MESSAGE_BYTES + layer, len(cache.layers) * layer)
