@@ -248,6 +248,8 @@ def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
         more = f"{sampling.max_tokens} is more than the model's {limits.positions} positions"
         raise TooLong("sampling.max_tokens", f"{more}: ask for less")
     _require(sampling.max_tokens >= 1, "sampling.max_tokens", f"{sampling.max_tokens} must be at least 1")
+    bounds = f"{sampling.min_tokens} must be between 0 and max_tokens, {sampling.max_tokens}"
+    _require(0 <= sampling.min_tokens <= sampling.max_tokens, "sampling.min_tokens", bounds)
     return sampling if sampling.temperature else replace(sampling, seed=0)  # greedy answers draw nothing
 
 
@@ -287,9 +289,6 @@ def _check_sampling(sampling: Sampling) -> None:
     _require(above, "sampling.repetition_penalty", f"{penalty} must be a number above 0")
     bounds = f"{sampling.top_logprobs} must be between 0 and {MAX_TOP_LOGPROBS}"
     _require(0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS, "sampling.top_logprobs", bounds)
-    fits = 0 <= sampling.min_tokens <= sampling.max_tokens
-    bounds = f"{sampling.min_tokens} must be between 0 and max_tokens, {sampling.max_tokens}"
-    _require(fits, "sampling.min_tokens", bounds)
 
 
 def _check_ids(name: str, ids: Collection[int], limits: Limits) -> None:

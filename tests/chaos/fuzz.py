@@ -68,13 +68,13 @@ def message(draw: random.Random, kind: type[Message]) -> Message:
 
 def _fill(draw: random.Random, made: Message, one: FieldDescriptor) -> None:
     if one.message_type is not None and one.message_type.GetOptions().map_entry:
-        of_messages = one.message_type.fields_by_name["value"].message_type is not None
+        keys, content = (one.message_type.fields_by_name[name] for name in ("key", "value"))
         for _ in range(draw.randint(0, 3)):
-            values, key = getattr(made, one.name), draw.choice(_NAMES + _TEXTS)
-            if of_messages:  # JSON values, which may be nested without end
+            values, key = getattr(made, one.name), _scalar(draw, keys)
+            if content.message_type is not None:  # JSON values, which may be nested without end
                 values[key].string_value = draw.choice(_TEXTS)
             else:
-                values[key] = draw.choice(_FLOATS)
+                values[key] = _scalar(draw, content)
     elif one.message_type is not None:
         target = getattr(made, one.name)
         for _ in range(draw.randint(0, 3) if one.is_repeated else 1):

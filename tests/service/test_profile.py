@@ -252,7 +252,7 @@ def test_info_shows_the_profile_and_effective_settings(make_house: Make, model: 
     assert shown.exit_code == 0, shown.output
     for text in (
         "Profile of tiny",
-        "Δ-layers 2; dense 0; 32 pages, the last 3",
+        "Δ-layers 2; dense 0; 32 pages, including the last 3",
         "held out",
         "a, 3",
         "1024",
