@@ -57,7 +57,17 @@ class GenerateFinished:
     stop_string: str = ""
 
 
-RequestEvent = Progress | Usage | Token | PrefillFinished | GenerateFinished
+@dataclass(frozen=True)
+class ChoiceEvent:
+    """An event of one answer among several. `index` counts the choices of all prompts, `choice` those of its
+    own."""
+
+    index: int
+    choice: int
+    event: Progress | Usage | Token | PrefillFinished | GenerateFinished
+
+
+RequestEvent = Progress | Usage | Token | PrefillFinished | GenerateFinished | ChoiceEvent
 
 
 @dataclass(frozen=True)

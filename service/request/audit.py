@@ -5,7 +5,7 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deltafront.service.request.answers import GenerateFinished, PrefillFinished, RequestEvent
+from deltafront.service.request.answers import ChoiceEvent, GenerateFinished, PrefillFinished, RequestEvent
 from deltafront.workers.messages.events import Progress, Token
 
 log = logging.getLogger("deltafront.audit")
@@ -28,7 +28,9 @@ class Audit:
     trace_id: str = ""
 
     def note(self, event: RequestEvent) -> None:
-        if isinstance(event, Progress):
+        if isinstance(event, ChoiceEvent):
+            self._note_choice(event)
+        elif isinstance(event, Progress):
             self.prompt_tokens = event.tokens_total
         elif isinstance(event, Token):
             self.completion_tokens = event.index + 1
@@ -38,6 +40,17 @@ class Audit:
             self.density = event.density.mean if event.density.method else None
             if isinstance(event, GenerateFinished):
                 self.finish = event.reason.value
+
+    def _note_choice(self, event: ChoiceEvent) -> None:
+        """Add up the answers of a request. A prompt counts with its first."""
+        inner = event.event
+        if isinstance(inner, Token):
+            self.completion_tokens += 1
+        elif isinstance(inner, GenerateFinished):
+            self.finish = inner.reason.value
+            if not event.choice:
+                self.prompt_tokens += inner.usage.prompt_tokens
+                self.cached_tokens += inner.usage.cached_tokens
 
     def write(self, outcome: str, seconds: float) -> dict[str, Any]:
         """Write the audit line. outcome: `finished` or an error's code."""

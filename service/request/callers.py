@@ -67,6 +67,7 @@ class RequestUse:
         full.
         """
         self._callers.check_running()
+        self._callers.count(self)
         self.running = True
 
     def __enter__(self) -> RequestUse:
@@ -124,6 +125,13 @@ class Callers:
 
     def end(self, use: RequestUse) -> None:
         self._accepted.discard(use)
+
+    def part(self, caller: Caller) -> RequestUse:
+        """Return the use of a part of a request. It counts from `run` on, but not as another request."""
+        return RequestUse(caller, self, requests=0)
+
+    def count(self, use: RequestUse) -> None:
+        self._accepted.add(use)
 
     def uncounted(self, caller: Caller) -> RequestUse:
         return RequestUse(caller, self, requests=0)

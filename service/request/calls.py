@@ -148,6 +148,25 @@ class GenerateRequest(PrefillRequest):
         return self.constraint is not None or (self.tools is not None and self.tools.choice != "auto")
 
 
+@dataclass(frozen=True)
+class CompletionRequest(GenerateRequest):
+    """A request of OpenAI's API, for one or several answers.
+
+    Args:
+        choices: Number of answers of each prompt.
+        shown: How many of them the client gets.
+        more_prompts: Prompts to answer beside `prompt`, with the same options.
+    """
+
+    choices: int = 1
+    shown: int = 1
+    more_prompts: tuple[Prompt, ...] = field(default=(), repr=False)
+
+    @property
+    def answers(self) -> int:
+        return self.choices * (1 + len(self.more_prompts))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """A checked request.

@@ -30,9 +30,10 @@ from deltafront.service.metrics import FINISHED
 from deltafront.service.request.answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
 from deltafront.service.request.audit import Audit
 from deltafront.service.request.callers import RETRY_S, Caller
-from deltafront.service.request.calls import GenerateRequest, PrefillRequest
+from deltafront.service.request.calls import Call, CompletionRequest, GenerateRequest, PrefillRequest
 from deltafront.service.request.check import Limits, checked_call, is_request_id
 from deltafront.service.request.context import Accepted, Resources
+from deltafront.service.request.run.choices import FORK_TTL_S, ChoicesRun
 from deltafront.service.request.run.plan import generation_prompt, tokenize
 from deltafront.service.request.run.request_run import RequestRun
 from deltafront.service.request.text.text_budget import TextBudget
@@ -200,6 +201,8 @@ class RequestHandler:
         accepted.audit.request_id = call.request_id
         accepted.audit.method = "" if call.prompt is None else call.method.name
         call = replace(call, options=replace(call.options, trace=accepted.trace.context))
+        if isinstance(request, CompletionRequest) and request.answers > 1:
+            return self._events(accepted, self._choices(accepted, request, call))
         return self._events(accepted, RequestRun(self._resources, call, accepted))
 
     @property
@@ -215,6 +218,16 @@ class RequestHandler:
         call = checked_call(request, accepted.caller.owner, self._limits)
         assert call.prompt is not None, "only prompts are counted"
         return await tokenize(self._resources, accepted.text, call.prompt, appended=False, answer=answer)
+
+    def _choices(self, accepted: Accepted, request: CompletionRequest, call: Call) -> ChoicesRun:
+        others = [replace(request, prompt=prompt) for prompt in request.more_prompts]
+        checked = [checked_call(other, call.owner, self._limits) for other in others]
+        calls = [
+            call,
+            *(replace(other, request_id=call.request_id, options=call.options) for other in checked),
+        ]
+        ttl_s = min(FORK_TTL_S, self._limits.max_ttl_s)
+        return ChoicesRun(self._resources, calls, request.choices, accepted, ttl_s)
 
     async def cancel_request(self, accepted: Accepted, request_id: str) -> int:
         """Cancel a caller's requests at every door, and return how many. Raises InvalidArgument."""
@@ -268,7 +281,9 @@ class RequestHandler:
                 await asyncio.wait(self._tasks)
         self.text_budget.stop()
 
-    async def _events(self, accepted: Accepted, run: RequestRun) -> AsyncGenerator[RequestEvent, None]:
+    async def _events(
+        self, accepted: Accepted, run: RequestRun | ChoicesRun
+    ) -> AsyncGenerator[RequestEvent, None]:
         """Run the request and yield its events. Closing the stream cancels the run."""
         if self._stopping:  # it may have been accepted before the stop
             raise Unavailable("this door is stopping: try again", retry_after_s=RETRY_S)

@@ -17,21 +17,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from deltafront.service.door.edges.edge import Asked, Edge, EdgeReply, Json, ReplyContext
+from deltafront.service.door.edges.answering import Answering, OneAnswer
+from deltafront.service.door.edges.edge import Asked, Edge, Json, ReplyContext
 from deltafront.service.door.edges.errors import headers_of, status_of
 from deltafront.service.door.edges.parts import AnswerSplitter
 from deltafront.service.door.http_stream import EventStream, until_disconnect
 from deltafront.service.door.json_body import NotJson
-from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter
+from deltafront.service.door.reasoning import ReasoningSplitter
 from deltafront.service.errors import Cancelled, DeltafrontError, Overloaded, TooSlow
-from deltafront.service.request.answers import GenerateFinished, RequestEvent
-from deltafront.service.request.calls import GenerateRequest
+from deltafront.service.request.answers import ChoiceEvent, RequestEvent
+from deltafront.service.request.calls import CompletionRequest, GenerateRequest
 from deltafront.service.request.check import is_request_id
 from deltafront.service.request.context import Accepted
 from deltafront.service.request.handler import RequestHandler
 from deltafront.service.request.text.thoughts import is_open
 from deltafront.service.request.text.tool_calls import ToolCallParser
-from deltafront.workers.messages.events import Progress, Token, Usage
+from deltafront.workers.messages.events import Progress
 
 KEEP_ALIVE_S = 5.0
 """The longest silence of a stream."""
@@ -52,7 +53,7 @@ Events = AsyncIterator[RequestEvent | None]
 
 @dataclass
 class Exchange:
-    """One request over HTTP. `arrived`: whether its body has. `stream`, `reply`: those of a streamed
+    """One request over HTTP. `arrived`: whether its body has. `stream`: that of a streamed
     answer."""
 
     request: Request
@@ -60,7 +61,7 @@ class Exchange:
     send: Send
     arrived: bool = False
     stream: EventStream | None = None
-    reply: EdgeReply | None = None
+    answering: Answering | None = None
 
     async def respond(self, content: Json) -> None:
         await self.respond_with(JSONResponse(content))
@@ -101,12 +102,7 @@ class EdgeCall:
         generate = replace(asked.request, request_id=exchange.request_id)
         if self.edge.splits and self.requests.marks_reasoning:
             generate = _reasoning(generate)
-        splitter = await self._splitter(generate)
-        requests = self.requests
-        context = ReplyContext(
-            requests.model, requests.positions, exchange.request_id, splitter, lambda: requests.token_bytes
-        )
-        exchange.reply = reply = asked.reply(context)
+        exchange.answering = answering = await self._answering(asked, generate)
         stream, progress = asked.stream, asked.include_progress
         events = self.requests.run(accepted, generate)
         del asked, generate  # free the text once it is tokenised
@@ -115,12 +111,29 @@ class EdgeCall:
             if stream:
                 edge = self.edge
                 exchange.stream = EventStream(exchange.send, progress, edge.named_events, edge.keep_alive)
-                await _stream(reply, splitter, watched, exchange.stream)
+                await _stream(answering, watched, exchange.stream)
                 if edge.ends_with:
                     await exchange.stream.write(edge.ends_with)
                 await exchange.stream.end()
             else:
-                await exchange.respond(await _answer(reply, splitter, watched))
+                await exchange.respond(await _answer(answering, watched))
+
+    async def _answering(self, asked: Asked, request: GenerateRequest) -> Answering:
+        count = request.answers if isinstance(request, CompletionRequest) else 1
+        answers = [await self._one(asked, request, index) for index in range(count)]
+        return answers[0] if asked.several is None else asked.several(answers)
+
+    async def _one(self, asked: Asked, request: GenerateRequest, index: int) -> OneAnswer:
+        splitter, requests = await self._splitter(request), self.requests
+        context = ReplyContext(
+            requests.model,
+            requests.positions,
+            request.request_id,
+            splitter,
+            lambda: requests.token_bytes,
+            index,
+        )
+        return OneAnswer(asked.reply(context), splitter)
 
     async def _read(self, body: bytes, owner: str) -> Asked:
         """Read the body in a thread, since that takes longer the more it says. Raises InvalidArgument or
@@ -139,7 +152,7 @@ class EdgeCall:
         return AnswerSplitter(reasoning, calls)
 
     async def _fail(self, exchange: Exchange, error: DeltafrontError) -> None:
-        events = exchange.reply.fail(error) if exchange.reply is not None else ()
+        events = exchange.answering.fail(error) if exchange.answering is not None else ()
         if exchange.stream is not None and exchange.stream.started:
             await exchange.stream.send_json(events)
             await exchange.stream.end()
@@ -192,36 +205,22 @@ class UnaryCall(EdgeCall):
         await exchange.respond(await self.work(self.requests, accepted, await self.body(exchange, accepted)))
 
 
-async def _answer(reply: EdgeReply, splitter: AnswerSplitter, events: Events) -> Json:
-    parts, answer = list[AnswerPart](), Json()
+async def _answer(answering: Answering, events: Events) -> Json:
     async for event in events:
-        if isinstance(event, Token):
-            reply.token(event)
-            parts += splitter.push(event.text, event.index + 1)
-        elif isinstance(event, GenerateFinished):
-            parts += splitter.push(event.text, event.usage.completion_tokens, last=True)
-            answer = reply.answer(parts, event)
-    return answer
+        if event is not None:
+            answering.take(event)
+    return answering.whole()
 
 
-async def _stream(reply: EdgeReply, splitter: AnswerSplitter, events: Events, stream: EventStream) -> None:
-    usage = Usage(prompt_tokens=0)
+async def _stream(answering: Answering, events: Events, stream: EventStream) -> None:
     async for event in events:
+        inner = event.event if isinstance(event, ChoiceEvent) else event
         if event is None:
             await stream.skipped("waiting")
-        elif isinstance(event, Progress):
-            await stream.skipped(f"read {event.tokens_done} of {event.tokens_total} tokens")
-        elif isinstance(event, Usage):
-            usage = event
-            await stream.send_json(reply.begin(usage))
-        elif isinstance(event, Token):
-            reply.token(event)
-            count = event.index + 1
-            parts, usage = splitter.push(event.text, count), replace(usage, completion_tokens=count)
-            await stream.send_json(reply.grow(parts, usage))
-        elif isinstance(event, GenerateFinished):
-            parts = splitter.push(event.text, event.usage.completion_tokens, last=True)
-            await stream.send_json(reply.end(parts, event))
+        elif isinstance(inner, Progress):
+            await stream.skipped(f"read {inner.tokens_done} of {inner.tokens_total} tokens")
+        else:
+            await stream.send_json(answering.chunks(event))
 
 
 def _reasoning(request: GenerateRequest) -> GenerateRequest:

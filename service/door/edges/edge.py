@@ -4,9 +4,11 @@ Inside, a conversation is a `GenerateRequest` with messages and tools, and an an
 `AnswerPart`. An edge translates both.
 """
 
-from collections.abc import Callable, Iterable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deltafront.service.door.edges.parts import AnswerSplitter
 from deltafront.service.door.reasoning import AnswerPart
@@ -15,6 +17,9 @@ from deltafront.service.request.answers import GenerateFinished
 from deltafront.service.request.calls import GenerateRequest
 from deltafront.service.request.text.token_bytes import TokenBytes
 from deltafront.workers.messages.events import Token, Usage
+
+if TYPE_CHECKING:
+    from deltafront.service.door.edges.answering import Answering, OneAnswer
 
 Json = dict[str, Any]
 
@@ -48,6 +53,7 @@ class ReplyContext:
     Args:
         positions: Tokens of prompt and answer together.
         token_bytes: Returns the bytes of tokens, which take long to find the first time.
+        index: The answer's place among those of its request.
     """
 
     model: str
@@ -55,16 +61,23 @@ class ReplyContext:
     request_id: str
     splitter: AnswerSplitter
     token_bytes: Callable[[], TokenBytes]
+    index: int = 0
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A body that was read. include_progress: comments say how much of the prompt is prefilled."""
+    """A body that was read.
+
+    Args:
+        include_progress: Comments say how much of the prompt is prefilled.
+        several: Puts answers together; None: the request has one.
+    """
 
     request: GenerateRequest
     reply: Callable[[ReplyContext], EdgeReply]
     stream: bool = False
     include_progress: bool = False
+    several: Callable[[Sequence[OneAnswer]], Answering] | None = None
 
 
 class Edge(Protocol):

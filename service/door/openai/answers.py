@@ -4,20 +4,22 @@ Session, timings and density are under `deltafront`, named as in the gRPC contra
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from deltafront.service.door.edges.answering import OneAnswer
 from deltafront.service.door.edges.edge import Asked, Json, ReplyContext
 from deltafront.service.door.edges.errors import FieldNames
 from deltafront.service.door.http_stream import EMPTY_LINE
+from deltafront.service.door.openai.choices import Choices
 from deltafront.service.door.openai.errors import RENAMED, error_body
 from deltafront.service.door.openai.logprobs import ChatLogprobs, Logprobs, TextLogprobs
 from deltafront.service.door.openai.requests import StreamOptions, read_chat, read_text
 from deltafront.service.door.reasoning import AnswerPart
 from deltafront.service.errors import DeltafrontError
 from deltafront.service.request.answers import GenerateFinished, ServerInfo
-from deltafront.service.request.calls import GenerateRequest
+from deltafront.service.request.calls import CompletionRequest
 from deltafront.service.request.text.token_bytes import TokenBytes
 from deltafront.workers.messages.events import FinishReason, Token, Usage
 
@@ -30,7 +32,7 @@ class Endpoint:
     object_type: str
     chunk_type: str
     source: str
-    reads: Callable[[bytes, str], tuple[GenerateRequest, StreamOptions | None]]
+    reads: Callable[[bytes, str], tuple[CompletionRequest, StreamOptions | None]]
     first_delta: Json | None
     message: Callable[[AnswerPart], Json]
     delta: Callable[[AnswerPart], Json]
@@ -47,16 +49,23 @@ class Endpoint:
     def read(self, body: bytes, model: str, _owner: str) -> Asked:
         request, options = self.reads(body, model)
         said, top = options or StreamOptions(), request.sampling.top_logprobs
+        alone = request.answers == 1
+        of_one = said if alone else said.model_copy(update={"include_usage": False})
 
         def reply(context: ReplyContext) -> Reply:
             logprobs = None if top is None else self.logprobs(context.token_bytes(), top)
-            return Reply(self, context, said, logprobs)
+            return Reply(self, context, of_one, logprobs)
+
+        def several(answers: Sequence[OneAnswer]) -> Choices:
+            replies = [answer.reply for answer in answers if isinstance(answer.reply, Reply)]
+            return Choices(answers, replies, request.shown, request.choices, said.include_usage)
 
         return Asked(
             request,
             reply,
             stream=options is not None,
             include_progress=said.include_progress,
+            several=None if alone else several,
         )
 
     def error(self, error: DeltafrontError, positions: int, _request_id: str) -> Json:
@@ -131,15 +140,24 @@ class Reply:
 
     def answer(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> Json:
         """Make the response object of a complete answer."""
+        reasoned = self.context.splitter.reasoning_tokens
+        return self.together([self.choice(parts, finish)], finish.usage, reasoned, finish)
+
+    def together(
+        self, choices: list[Json], usage: Usage, reasoned: int | None, finish: GenerateFinished
+    ) -> Json:
+        """Make the response object of complete answers."""
+        shown = _usage(usage, reasoned)
+        return self._object(self.endpoint.object_type, choices, usage=shown, **report(finish))
+
+    def choice(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> Json:
         parts = list(parts)
         whole = AnswerPart(
             "".join(part.reasoning for part in parts),
             "".join(part.content for part in parts),
             tuple(call for part in parts for call in part.calls),
         )
-        choice = self._choice(self.endpoint.message(whole), self._reason(finish))
-        usage = self._usage(finish.usage)
-        return self._object(self.endpoint.object_type, [choice], usage=usage, **report(finish))
+        return self._choice(self.endpoint.message(whole), self._reason(finish))
 
     def begin(self, usage: Usage) -> list[Json]:
         delta = self.endpoint.first_delta
@@ -162,8 +180,11 @@ class Reply:
         empty = self._choice(self.endpoint.delta(AnswerPart()), self._reason(finish))
         chunks += [self._chunk(empty, usage, **report(finish))]
         if self.options.include_usage:
-            chunks += [self._object(self.endpoint.chunk_type, [], usage=self._usage(usage))]
+            chunks += [self.usage_chunk(usage, self.context.splitter.reasoning_tokens)]
         return chunks
+
+    def usage_chunk(self, usage: Usage, reasoned: int | None) -> Json:
+        return self._object(self.endpoint.chunk_type, [], usage=_usage(usage, reasoned))
 
     def fail(self, error: DeltafrontError) -> list[Json]:
         return [error_body(error, self.endpoint.names, self.context.positions)]
@@ -174,35 +195,36 @@ class Reply:
         return "tool_calls" if self.context.splitter.called else "stop"
 
     def _chunk(self, choice: Json, usage: Usage, **more: Any) -> Json:
-        shown = self._usage(usage) if self.options.continuous_usage_stats else None
+        told = self.options.continuous_usage_stats
+        shown = _usage(usage, self.context.splitter.reasoning_tokens) if told else None
         return self._object(self.endpoint.chunk_type, [choice], usage=shown, **more)
-
-    def _usage(self, usage: Usage) -> Json:
-        reasoned = self.context.splitter.reasoning_tokens
-        told = {} if reasoned is None else {"reasoning_tokens": reasoned}
-        return {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": usage.cached_tokens,
-                "cached_tokens_details": {
-                    "device": usage.cached_tokens - usage.host_tokens - usage.disk_tokens,
-                    "host": usage.host_tokens,
-                    "storage": usage.disk_tokens,
-                },
-            },
-            **({"completion_tokens_details": told} if told else {}),
-        }
 
     def _choice(self, content: Json, reason: str | None = None) -> Json:
         logprobs = None if self.logprobs is None else self.logprobs.take()
-        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": self.context.index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def _object(self, object_type: str, choices: list[Json], **more: Any) -> Json:
         context, endpoint = self.context, self.endpoint
         head = {"id": endpoint.prefix + context.request_id, "object": object_type, "created": self.created}
         return {**head, "model": context.model, "choices": choices, **more}
+
+
+def _usage(usage: Usage, reasoned: int | None) -> Json:
+    told = {} if reasoned is None else {"reasoning_tokens": reasoned}
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cached_tokens_details": {
+                "device": usage.cached_tokens - usage.host_tokens - usage.disk_tokens,
+                "host": usage.host_tokens,
+                "storage": usage.disk_tokens,
+            },
+        },
+        **({"completion_tokens_details": told} if told else {}),
+    }
 
 
 _REPORTED = ("session", "timings", "density", "page_share", "recomputed_tokens", "trace_id")

@@ -20,7 +20,7 @@ from deltafront.service.door.openai.sampling import SamplingFields, Strict
 from deltafront.service.door.openai.tools import read_calls, read_tools
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import (
-    GenerateRequest,
+    CompletionRequest,
     Messages,
     Prompt,
     SpecialTokens,
@@ -30,8 +30,6 @@ from deltafront.service.request.calls import (
 
 _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     # OpenAI's
-    "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
@@ -77,14 +75,12 @@ _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_
 """Fields that are accepted without effect."""
 _PART_LABELS = {"cache_control", "prompt_cache_breakpoint"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_ONE_ANSWER = "asks for more than the limit: this server gives 1 answer a request"
 _OWN_MESSAGES = {
-    "n": _ONE_ANSWER,
-    "best_of": _ONE_ANSWER,
     "request_id": "is not read from the body: send the header x-request-id",
 }
 _DAY_S = 86_400.0
 _MAX_PARTS = 4096
+_MAX_ANSWERS = 128
 _MAX_TEXT_VALUES = 1 << 21
 """A completion's prompt may have a value for each token."""
 _RULES = BodyRules(_LABELS, _NO_OP_VALUES, _OWN_MESSAGES, ("messages", "prompt", "chat_template_kwargs"))
@@ -111,6 +107,8 @@ class _CommonFields(OwnFields, SamplingFields):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] = "in_memory"
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    n: int | None = None
+    best_of: int | None = None
 
 
 class _ChatFields(_CommonFields):
@@ -132,7 +130,7 @@ class _TextFields(_CommonFields):
     logprobs: Any = None
 
 
-def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
+def read_chat(body: bytes, model: str) -> tuple[CompletionRequest, StreamOptions | None]:
     """Parse a chat completion request. Raises InvalidArgument or UnknownModel."""
     fields = _RULES.read(_ChatFields, body, model)
     messages = read_messages(fields.messages)
@@ -158,16 +156,19 @@ def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions |
     return _request(fields, next(iter(limits), None), top, prompt, append)
 
 
-def read_text(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
+def read_text(body: bytes, model: str) -> tuple[CompletionRequest, StreamOptions | None]:
     """Parse a completion request. Raises InvalidArgument or UnknownModel."""
     fields = _RULES.read(_TextFields, body, model, _MAX_TEXT_VALUES)
-    prompt = replace(
-        _prompt(fields.prompt),
-        special_tokens=SpecialTokens(fields.special_tokens),
-        add_special_tokens=fields.add_special_tokens,
+    prompt, *more = (
+        replace(
+            one,
+            special_tokens=SpecialTokens(fields.special_tokens),
+            add_special_tokens=fields.add_special_tokens,
+        )
+        for one in _prompts(fields.prompt)
     )
-    source = (prompt, None) if fields.session_id is None else (None, prompt)
-    return _request(fields, fields.max_tokens, text_top(fields.logprobs), *source)
+    first, append = (prompt, None) if fields.session_id is None else (None, prompt)
+    return _request(fields, fields.max_tokens, text_top(fields.logprobs), first, append, more)
 
 
 def _request(
@@ -176,12 +177,17 @@ def _request(
     top_logprobs: int | None,
     prompt: Prompt | None,
     append: Prompt | None,
-) -> tuple[GenerateRequest, StreamOptions | None]:
+    more_prompts: Sequence[Prompt] = (),
+) -> tuple[CompletionRequest, StreamOptions | None]:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options", "needs stream: true")
     retain_s = retention_s(fields.prompt_cache_retention, fields.retain_s)
-    request = GenerateRequest(
+    shown, choices = _choices(fields, 1 + len(more_prompts))
+    request = CompletionRequest(
         prompt=prompt,
+        more_prompts=tuple(more_prompts),
+        choices=choices,
+        shown=shown,
         session_id=fields.session_id,
         append=append,
         sampling=replace(fields.params(max_tokens), top_logprobs=top_logprobs),
@@ -190,6 +196,26 @@ def _request(
         **{**fields.request_fields(), "retain_s": retain_s},
     )
     return request, (fields.stream_options or StreamOptions()) if fields.stream else None
+
+
+def _choices(fields: _CommonFields, prompts: int) -> tuple[int, int]:
+    """Return how many answers of a prompt are shown, and how many are made. Raises InvalidArgument."""
+    shown = 1 if fields.n is None else fields.n
+    made = shown if fields.best_of is None else fields.best_of
+    for name, count in (("n", shown), ("best_of", made)):
+        if count < 1 or count * prompts > _MAX_ANSWERS:
+            raise InvalidArgument(
+                name, f"{count} must be at least 1, and at most {_MAX_ANSWERS} for all prompts"
+            )
+    if made < shown:
+        raise InvalidArgument("best_of", f"{made} must be at least n, {shown}")
+    if fields.stream and made > shown:
+        raise InvalidArgument("best_of", "chooses among whole answers: leave stream out")
+    if fields.session_ttl_s is not None and made * prompts > 1:
+        raise InvalidArgument("session_ttl_s", "keeps the prompt of one answer: send one prompt, and n 1")
+    if fields.session_id is not None and prompts > 1:
+        raise InvalidArgument("prompt", "holds several: send one a request after a session")
+    return shown, made
 
 
 def retention_s(retention: str, retain_s: float | None) -> float | None:
@@ -245,11 +271,12 @@ def _text(name: str, content: object) -> str:
     return "".join(part["text"] for part in content)
 
 
+def _prompts(given: object) -> list[Prompt]:
+    several = isinstance(given, list) and given and isinstance(given[0], str | list)
+    return [_prompt(one) for one in (given if isinstance(given, list) and several else [given])]
+
+
 def _prompt(prompt: object) -> Prompt:
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise InvalidArgument("prompt", f"holds {len(prompt)} prompts: send one a request")
-        prompt = prompt[0]
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     if not isinstance(prompt, list):

@@ -28,6 +28,7 @@ from deltafront.service.request.calls import Call, Prompt
 from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.run.answer import Answer
 from deltafront.service.request.run.attempt import Attempt, Replays, deadline_timeout
+from deltafront.service.request.run.fork import Fork, continue_from
 from deltafront.service.request.run.placement import READ_TOO_LATE, place, refusal_error, reserve
 from deltafront.service.request.run.plan import Plan, constrained, distinct_ids, plan_answer, tokenize
 from deltafront.service.request.run.prefix import PrefixHit, find_prefix, prompt_key
@@ -47,7 +48,9 @@ class RequestRun:
     tokens.
     """
 
-    def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
+    def __init__(
+        self, resources: Resources, call: Call, accepted: Accepted, fork: Fork | None = None
+    ) -> None:
         self._resources = resources
         self._call = call
         self._accepted = accepted
@@ -55,6 +58,8 @@ class RequestRun:
         self._replays = Replays(resources, accepted.clock)
         self._prompt_ids = self._append_ids = self._distinct_ids = b""
         self._key: prompts.PromptKey | None = None
+        self._fork = fork
+        """Shared with the prompt's other choices. The one that keeps a session offers it to the others."""
         self._kept: tuple[DecodeWorker, events.Session] | None = None
         """The session that the last event will name."""
 
@@ -130,6 +135,8 @@ class RequestRun:
         plan, resources = self._plan(), self._resources
         if self._is_complete(plan):
             return
+        if self._fork is not None and not plan.keep_tokens and await self._from_fork(use, timeout, plan):
+            return
         hit = await self._find_prefix(plan)
         if hit is not None and not hit.group_prefills:
             if await self._from_prefix(use, timeout, plan, hit):
@@ -150,6 +157,16 @@ class RequestRun:
                 await self._keep(attempt, worker, plan)
             else:
                 await self._decode(attempt, worker, self._job(attempt, plan), timeout)
+
+    async def _from_fork(self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan) -> bool:
+        """Answer from the session of the prompt's first choice. Returns False if there is none, or no room.
+        It is tried once: a later attempt prefills the prompt."""
+        assert self._fork is not None
+        forked, self._fork = await self._fork.session(), None
+        if forked is None:
+            return False
+        worker, session = forked
+        return await self._extend(use, timeout, continue_from(session, plan), worker)
 
     async def _find_prefix(self, plan: Plan) -> PrefixHit | None:
         if self._key is None or self._call.skip_cache:
@@ -181,6 +198,18 @@ class RequestRun:
             prefix_tokens=prefix.tokens,
             worker_prefills=True,
         )
+        recomputed = not prefix.exact and (plan.recompute_blocks or plan.keep_tokens)
+        return await self._extend(use, timeout, plan, worker, ids[:start] if recomputed else b"")
+
+    async def _extend(
+        self,
+        use: RequestUse,
+        timeout: asyncio.Timeout,
+        plan: Plan,
+        worker: DecodeWorker,
+        prompt_ids: bytes = b"",
+    ) -> bool:
+        """Answer on a worker that has the prompt's beginning. Returns False if it has no room."""
         await use.set_tokens(plan.prefill_tokens + plan.answer_tokens)
         with Attempt(self._resources.fleet, self._call.request_id) as attempt:
             reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
@@ -188,9 +217,7 @@ class RequestRun:
                 return False
             self._answer.record_reserved(reserved)
             self._accepted.clock.lap("admission")
-            job = self._job(attempt, plan)
-            if not prefix.exact and (plan.recompute_blocks or plan.keep_tokens):
-                job = replace(job, prompt_ids=ids[:start])
+            job = replace(self._job(attempt, plan), prompt_ids=prompt_ids)
             await self._decode(attempt, worker, job, timeout)
         return True
 
@@ -256,7 +283,7 @@ class RequestRun:
             door=self._resources.door,
             prefix_tokens=plan.prefix_tokens,
             reads_rest=plan.worker_prefills,
-            key=self._key,
+            key=None if plan.session_id is not None else self._key,
             resume_tokens=plan.answered_tokens,
         )
 
@@ -284,6 +311,8 @@ class RequestRun:
                 report = event.report
                 if event.session is not None:
                     self._kept, self._answer.session = (worker, event.session), event.session
+                    if self._fork is not None:
+                        self._fork.offer(self._kept)
             elif isinstance(event, events.FinishEvent):
                 attempt.settle(worker)
                 if self._kept is not None:
