@@ -1,8 +1,9 @@
 """Parses a chat's tools, and the tool calls in its earlier messages."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from pydantic_core import from_json
 
 from deltafront.service.door.edges.tools import call_of, check_call_id, choose, function_of
 from deltafront.service.errors import InvalidArgument
@@ -49,8 +50,8 @@ def _call(path: str, call: object) -> dict[str, Any]:
 def read_arguments(path: str, given: object) -> dict[str, Any]:
     """Read a call's arguments, which are JSON as text. Raises InvalidArgument."""
     try:
-        arguments = json.loads(given or "{}")  # type: ignore[arg-type]
-    except (TypeError, ValueError, RecursionError):
+        arguments = from_json(given or "{}", allow_inf_nan=False)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
         arguments = None
     if not isinstance(arguments, dict):
         raise InvalidArgument(path, "must be a JSON object as text")

@@ -179,6 +179,9 @@ def test_answer_without_tool_calls_follows_the_schema(api: openai.OpenAI) -> Non
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "function",
           "function": {"name": "f", "arguments": "["}}]}]}, "messages[0].tool_calls[0].function.arguments",
          "must be a JSON object as text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "function",
+          "function": {"name": "f", "arguments": '{"a":' + "[" * 5000 + "]" * 5000 + "}"}}]}]},
+         "messages[0].tool_calls[0].function.arguments", "must be a JSON object as text"),
     ],
 )  # fmt: skip
 def test_error_names_wrong_tools(api: openai.OpenAI, house: House, given: Any, param: str, said: str) -> None:
