@@ -21,6 +21,7 @@ from deltafront.service.config import ConfigError, ServiceConfig, parse
 from deltafront.service.door.grpc_door import FrontDoor
 from deltafront.service.door.http_door import HttpDoor
 from deltafront.service.door.registration import MESSAGE_SIZE_VARIABLE, open_door
+from deltafront.service.door.responses.store import StoredResponse, is_response_id
 from deltafront.service.door.tls import Gate, TlsPort
 from deltafront.service.exporter import Exporter
 from deltafront.service.fleet.fleet import Fleet
@@ -62,7 +63,7 @@ _DOOR_TIMEOUT_S = 5.0
 
 _CONSTRUCTOR_TRIES = 3
 _LOG_FORMAT = "%(asctime)s %(levelname)s:%(name)s:%(message)s"
-_CANCEL_TIMEOUT_S = 5.0
+_DOORS_TIMEOUT_S = 5.0
 _SHUTDOWN_S = 20.0
 """Seconds after which Serve kills a worker's replica, in addition to the time to drain."""
 _DOOR_SHUTDOWN_S = 5.0
@@ -123,6 +124,7 @@ class DoorReplica(FrontDoor):
             door.max_message_bytes,
             origins=door.allowed_origins,
             response_store_bytes=door.response_store_bytes,
+            elsewhere=self._response_elsewhere,
         )
         self._exporter = Exporter(metrics, host, door.metrics_port)
         self._exporter.start()
@@ -140,20 +142,34 @@ class DoorReplica(FrontDoor):
         """
         return 0 if door == self._id else self._requests.cancel_here(owner, request_id)
 
+    async def stored_response(self, door: str, response_id: str, owner: str, drop: bool) -> Any:
+        """Return, and perhaps forget, a response that this door keeps, on behalf of another."""
+        return None if door == self._id else self._http.responses.take(response_id, owner, drop)
+
     async def _cancel_at_other_doors(self, owner: str, request_id: str) -> int:
         """Cancel at the other doors and return the number. A door that dies or hangs meanwhile ends its
         requests anyway.
         """
+        answers = await self._at_other_doors("end_requests", owner, request_id)
+        return sum(answer for answer in answers if isinstance(answer, int))
+
+    async def _response_elsewhere(self, response_id: str, owner: str, drop: bool) -> StoredResponse | None:
+        if not is_response_id(response_id):
+            return None
+        answers = await self._at_other_doors("stored_response", response_id, owner, drop)
+        return next((answer for answer in answers if isinstance(answer, StoredResponse)), None)
+
+    async def _at_other_doors(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the other doors. Exceptions of doors are among the results."""
         context = serve.get_replica_context()
         doors = serve.get_deployment_handle(context.deployment, context.app_name)
-        asked = doors.broadcast("end_requests", self._id, owner, request_id)
+        asked = doors.broadcast(method, self._id, *arguments)
         try:
-            async with asyncio.timeout(_CANCEL_TIMEOUT_S):
-                answers = await asked.results_async(return_exceptions=True)
+            async with asyncio.timeout(_DOORS_TIMEOUT_S):
+                return list(await asked.results_async(return_exceptions=True))
         except (TimeoutError, RayError, RayServeException) as error:
-            log.warning("other doors do not say what they cancelled: %s", type(error).__name__)
-            return 0
-        return sum(answer for answer in answers if isinstance(answer, int))
+            log.warning("other doors do not answer %s: %s", method, type(error).__name__)
+            return []
 
     async def __del__(self) -> None:
         """Serve awaits this, after the requests through its ports have ended."""

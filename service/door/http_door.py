@@ -29,7 +29,13 @@ from deltafront.service.door.openai.answers import CHAT, TEXT, model_card
 from deltafront.service.door.openai.errors import error_body, error_object
 from deltafront.service.door.openai.tokens import detokenize, tokenize
 from deltafront.service.door.responses.answers import ResponsesEdge
-from deltafront.service.door.responses.store import ResponseStore
+from deltafront.service.door.responses.call import ResponsesCall
+from deltafront.service.door.responses.store import (
+    Elsewhere,
+    ResponseStore,
+    UnknownResponse,
+    nowhere_else,
+)
 from deltafront.service.errors import DeltafrontError, Unavailable
 from deltafront.service.request.answers import ServerInfo
 from deltafront.service.request.handler import RequestHandler
@@ -51,6 +57,7 @@ class HttpDoor:
         keep_alive_s: Longest silence of a stream, in seconds.
         origins: Web origins that may call (CORS); `*` for all.
         response_store_bytes: Bytes of responses that are kept for `previous_response_id`.
+        elsewhere: Finds responses that other doors keep.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class HttpDoor:
         keep_alive_s: float = KEEP_ALIVE_S,
         origins: Sequence[str] = (),
         response_store_bytes: int = 1 << 28,
+        elsewhere: Elsewhere = nowhere_else,
     ) -> None:
         answer_http_1_0_without_chunks()
         self._requests = requests
@@ -67,8 +75,10 @@ class HttpDoor:
         chat, text, messages = (
             EdgeCall(edge, requests, max_body_bytes, keep_alive_s) for edge in (CHAT, TEXT, MESSAGES)
         )
-        self._store = ResponseStore(response_store_bytes)
-        responses = EdgeCall(ResponsesEdge(self._store), requests, max_body_bytes, keep_alive_s)
+        self.responses, self._elsewhere = ResponseStore(response_store_bytes), elsewhere
+        responses = ResponsesCall(
+            ResponsesEdge(self.responses), requests, max_body_bytes, keep_alive_s, elsewhere=elsewhere
+        )
         count, tokens, words = (
             UnaryCall(edge, requests, max_body_bytes, rpc="Tokenize", work=work)
             for edge, work in ((MESSAGES, count_tokens), (TEXT, tokenize), (TEXT, detokenize))
@@ -110,11 +120,12 @@ class HttpDoor:
             "StoredResponse", headers, request_id=request_id_of(request), counted=False
         )
         async with accepting as accepted:
-            stored = self._store.get(number, accepted.caller.owner)
-            if request.method != "DELETE":
-                return JSONResponse(stored.response)
-            self._store.drop(number)
-        return JSONResponse({"id": number, "object": "response", "deleted": True})
+            owner, drop = accepted.caller.owner, request.method == "DELETE"
+            found = self.responses.take(number, owner, drop) or await self._elsewhere(number, owner, drop)
+            if found is None:
+                raise UnknownResponse(number)
+        gone = {"id": number, "object": "response", "deleted": True}
+        return JSONResponse(gone if drop else found.response)
 
     async def _models(self, request: Request) -> Response:
         info = await self._info(request)

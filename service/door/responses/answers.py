@@ -17,7 +17,7 @@ from deltafront.service.door.openai.errors import RENAMED, error_body
 from deltafront.service.door.openai.tools import read_arguments
 from deltafront.service.door.reasoning import AnswerPart
 from deltafront.service.door.responses.requests import AskedResponse, read_response
-from deltafront.service.door.responses.store import ResponseStore
+from deltafront.service.door.responses.store import ResponseStore, StoredResponse
 from deltafront.service.errors import DeltafrontError, InvalidArgument
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.messages.events import FinishReason, Token, Usage
@@ -49,8 +49,9 @@ class ResponsesEdge:
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
 
-    def read(self, body: bytes, model: str, owner: str) -> Asked:
-        asked = read_response(body, model, self.store, owner)
+    def read(self, body: bytes, model: str, owner: str, found: StoredResponse | None = None) -> Asked:
+        """Read a body. found: The previous response, if another door has it."""
+        asked = read_response(body, model, self.store, owner, found)
         fields = asked.fields
         return Asked(
             asked.request,

@@ -15,7 +15,7 @@ from deltafront.service.door.json_body import BodyRules, show
 from deltafront.service.door.openai.requests import retention_s
 from deltafront.service.door.openai.sampling import SamplingFields, Strict
 from deltafront.service.door.responses.items import Message, append, read_items, with_instructions
-from deltafront.service.door.responses.store import ResponseStore
+from deltafront.service.door.responses.store import ResponseStore, StoredResponse
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import (
     Constraint,
@@ -77,13 +77,19 @@ class AskedResponse:
     messages: list[Message]
 
 
-def read_response(body: bytes, model: str, store: ResponseStore, owner: str) -> AskedResponse:
-    """Read a body. Raises InvalidArgument, UnknownModel or UnknownResponse."""
+def read_response(
+    body: bytes, model: str, store: ResponseStore, owner: str, found: StoredResponse | None = None
+) -> AskedResponse:
+    """Read a body. Raises InvalidArgument, UnknownModel or UnknownResponse.
+
+    Args:
+        found: The previous response, if it is not in the store.
+    """
     fields = _RULES.read(ResponseFields, body, model)
     _check_hints(fields)
     messages = list[Message]()
     if fields.previous_response_id is not None:
-        messages += store.get(fields.previous_response_id, owner).messages
+        messages += (found or store.get(fields.previous_response_id, owner)).messages
     for message in read_items(fields.input):
         append(messages, message)
     check_count("input", len(messages))

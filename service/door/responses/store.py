@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from deltafront.service.errors import shown
 
 KEPT_S = 3600.0
 """How long a response is kept. Each lives as long, so the oldest one always goes first."""
+_ID = re.compile(r"resp_[0-9a-f]{32}")
 
 
 class UnknownResponse(NamedNotFound):
@@ -23,12 +25,22 @@ class UnknownResponse(NamedNotFound):
     def __init__(self, response_id: str) -> None:
         super().__init__(
             f"Previous response with id {shown(response_id)} not found: it was not stored, is older than an "
-            "hour, had to go for newer ones, or is at another door of this service. Send the conversation as "
-            "input"
+            "hour, had to go for newer ones, or its door is gone. Send the conversation as input"
         )
+        self.response_id = response_id
+
+
+def is_response_id(text: str) -> bool:
+    return bool(_ID.fullmatch(text))
 
 
 Message = Mapping[str, Any]
+Elsewhere = Callable[[str, str, bool], Awaitable["StoredResponse | None"]]
+"""Asks other doors for a response by its id and owner. The last argument: whether to forget it there."""
+
+
+async def nowhere_else(_response_id: str, _owner: str, _drop: bool) -> StoredResponse | None:
+    return None
 
 
 @dataclass
@@ -85,6 +97,16 @@ class ResponseStore:
         if entry is None or entry.owner != owner or entry.response is None:
             raise UnknownResponse(response_id)
         return entry
+
+    def take(self, response_id: str, owner: str, drop: bool) -> StoredResponse | None:
+        """Return a complete response of this caller, if it is here, and forget it if `drop` says so."""
+        try:
+            found = self.get(response_id, owner)
+        except UnknownResponse:
+            return None
+        if drop:
+            self.drop(response_id)
+        return found
 
     def drop(self, response_id: str) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import openai
 import pytest
@@ -20,9 +21,10 @@ from .openai_calls import MODEL, Open
 class HttpServer:
     """A house's HTTP API on a free port, in the house's event loop, with Serve's server and middleware."""
 
-    def __init__(self, house: House, keep_alive_s: float, origins: Sequence[str]) -> None:
-        app = RequestIdMiddleware(HttpDoor(house.door._requests, 1 << 20, keep_alive_s, origins).app)
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+    def __init__(self, house: House, door: HttpDoor) -> None:
+        config = uvicorn.Config(
+            RequestIdMiddleware(door.app), host="127.0.0.1", port=0, log_level="warning", lifespan="off"
+        )
         self._server = uvicorn.Server(config)
         self._house = house
         self._serving = house.loop.run(self._start())
@@ -44,13 +46,20 @@ class HttpServer:
 
 
 @pytest.fixture
-def make_http(make_house: Callable[..., House]) -> Iterator[Callable[..., str]]:
+def http_doors() -> list[HttpDoor]:
+    """Those that `make_http` has made."""
+    return []
+
+
+@pytest.fixture
+def make_http(make_house: Callable[..., House], http_doors: list[HttpDoor]) -> Iterator[Callable[..., str]]:
     """Serve a house's HTTP API: make_http(house) returns its address. keep_alive_s: the longest silence of a
     stream. origins: web origins that may call."""
     servers: list[HttpServer] = []
 
-    def make(house: House, keep_alive_s: float = HANG_S, origins: Sequence[str] = ()) -> str:
-        servers.append(HttpServer(house, keep_alive_s, origins))
+    def make(house: House, keep_alive_s: float = HANG_S, origins: Sequence[str] = (), **more: Any) -> str:
+        http_doors.append(HttpDoor(house.door._requests, 1 << 20, keep_alive_s, origins, **more))
+        servers.append(HttpServer(house, http_doors[-1]))
         return servers[-1].address
 
     yield make

@@ -12,8 +12,15 @@ import openai
 import pydantic
 import pytest
 
+from deltafront.service.door.http_door import HttpDoor
 from deltafront.service.door.responses.answers import ResponseReply
-from deltafront.service.door.responses.store import KEPT_S, ResponseStore, UnknownResponse, size_of
+from deltafront.service.door.responses.store import (
+    KEPT_S,
+    ResponseStore,
+    StoredResponse,
+    UnknownResponse,
+    size_of,
+)
 
 from ..inprocess import House, settings
 from .openai_calls import JSON, MODEL, Open
@@ -132,8 +139,29 @@ def test_stored_response_is_continued(api: openai.OpenAI, says: Any, house: Hous
     assert second.previous_response_id == first.id
     api.responses.delete(second.id)
     for lost in (lambda: api.responses.retrieve(second.id), lambda: api.responses.delete(second.id)):
-        with pytest.raises(openai.NotFoundError, match="another door of this service"):
+        with pytest.raises(openai.NotFoundError, match="its door is gone"):
             lost()
+
+
+def test_any_door_continues_and_deletes_a_response(
+    house: House, make_http: Any, http_doors: list[HttpDoor], connect: Open, says: Any
+) -> None:
+    async def elsewhere(response_id: str, owner: str, drop: bool) -> StoredResponse | None:
+        return http_doors[0].responses.take(response_id, owner, drop)
+
+    first, second = connect(make_http(house)), connect(make_http(house, elsewhere=elsewhere))
+    says("Let me")
+    made = ask(first)
+    says("Yes")
+    again = ask(second, "more", previous_response_id=made.id)
+    assert again.output_text == "Yes"
+    assert prompt_of(house).endswith("[user:hi][assistant:Let me][user:more][a:")
+    assert ask(second, "more", previous_response_id=again.id).output_text == "Yes"
+    assert second.responses.retrieve(made.id).output_text == "Let me"
+    second.responses.delete(made.id)
+    for client in (first, second):
+        with pytest.raises(openai.NotFoundError):
+            ask(client, previous_response_id=made.id)
 
 
 @pytest.mark.parametrize("said", ["", "<think>a</think>", call("weather", ROME)])
