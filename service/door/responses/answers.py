@@ -16,7 +16,7 @@ from deltafront.service.door.openai.answers import report
 from deltafront.service.door.openai.errors import RENAMED, error_body
 from deltafront.service.door.openai.tools import read_arguments
 from deltafront.service.door.reasoning import AnswerPart
-from deltafront.service.door.responses.requests import AskedResponse, read_response
+from deltafront.service.door.responses.requests import ResponseFields, read_response
 from deltafront.service.door.responses.store import ResponseStore, StoredResponse
 from deltafront.service.errors import DeltafrontError, InvalidArgument
 from deltafront.service.request.answers import GenerateFinished
@@ -52,10 +52,11 @@ class ResponsesEdge:
     def read(self, body: bytes, model: str, owner: str, found: StoredResponse | None = None) -> Asked:
         """Read a body. found: The previous response, if another door has it."""
         asked = read_response(body, model, self.store, owner, found)
-        fields = asked.fields
+        fields, number = asked.fields, uuid.uuid4().hex
+        keeps = fields.store and self.store.begin(f"resp_{number}", owner, asked.messages)
         return Asked(
             asked.request,
-            lambda context: ResponseReply(asked, context, self.store, owner),
+            lambda context: ResponseReply(fields, context, number, self.store if keeps else None),
             fields.stream,
             fields.stream_options.include_progress,
         )
@@ -65,18 +66,21 @@ class ResponsesEdge:
 
 
 class ResponseReply:
-    """Makes the objects of one response, and stores it once it is complete."""
+    """Makes the objects of one response, and stores it once it is complete.
 
-    def __init__(self, asked: AskedResponse, context: ReplyContext, store: ResponseStore, owner: str) -> None:
-        fields = asked.fields
-        self._context, self._store = context, store
-        self._number = uuid.uuid4().hex
-        number = f"resp_{self._number}"
-        self._keeps = fields.store and store.begin(number, owner, asked.messages)
+    Args:
+        number: Makes ids.
+        store: Has its conversation; None: nothing is kept.
+    """
+
+    def __init__(
+        self, fields: ResponseFields, context: ReplyContext, number: str, store: ResponseStore | None
+    ) -> None:
+        self._context, self._number, self._store = context, number, store
         self._blocks = Blocks()
         self._events = 0
         self._head: Json = {
-            "id": number,
+            "id": f"resp_{number}",
             "object": "response",
             "created_at": int(time.time()),
             "model": context.model,
@@ -87,7 +91,7 @@ class ResponseReply:
             "parallel_tool_calls": fields.parallel_tool_calls,
             "previous_response_id": fields.previous_response_id,
             "reasoning": {"effort": None, "summary": None, **fields.reasoning},
-            "store": self._keeps,
+            "store": store is not None,
             "temperature": fields.temperature,
             "text": {"format": {"type": "text"}, **fields.text},
             "tool_choice": fields.tool_choice,
@@ -123,7 +127,8 @@ class ResponseReply:
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def fail(self, error: DeltafrontError) -> list[Json]:
-        self._store.drop(self._head["id"])
+        if self._store is not None:
+            self._store.drop(self._head["id"])
         begun = [] if self._events else self._begin()
         said = error_body(error, NAMES, self._context.positions)["error"]
         problem = {"code": said["code"] or "server_error", "message": said["message"]}
@@ -142,7 +147,7 @@ class ResponseReply:
         details = {"reason": "max_output_tokens"} if cut else None
         response = self._response(status, output, incomplete_details=details, usage=self._usage(finish.usage))
         response |= report(finish)
-        if self._keeps:
+        if self._store is not None:
             self._store.complete(response["id"], response, [self._message()])
         return response
 
