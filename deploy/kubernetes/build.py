@@ -52,7 +52,8 @@ def check_labels(cluster: dict[str, Any], settings: ServiceConfig, source: str) 
     only from the group's `labels`. Without them it never starts a pod.
 
     Args:
-        cluster: A RayService's rayClusterConfig. source: The cluster's name in error messages.
+        cluster: A RayService's rayClusterConfig.
+        source: The cluster's name in error messages.
 
     Raises:
         ConfigError: No group has a section's labels, or a group lacks its own name as a label.

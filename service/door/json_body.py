@@ -52,9 +52,10 @@ class BodyRules:
     """Rules for fields that a body's class does not declare.
 
     Args:
-        labels: Fields that are accepted without effect. no_op_values: Fields that this service or one of its
-            endpoints does not support, with the accepted values, which change nothing. refusals: The error
-            messages for other values of these fields.
+        labels: Fields that are accepted without effect.
+        no_op_values: Fields that this service or one of its endpoints does not support, with the accepted
+            values, which change nothing.
+        refusals: The error messages for other values of these fields.
         long_fields: Fields that may have any number of entries.
     """
 

@@ -32,7 +32,8 @@ class Need:
     """The tokens that a request needs.
 
     Attributes:
-        prefill_tokens: Tokens of the whole prompt. found_tokens: Tokens of the prompt that a prefix hit has.
+        prefill_tokens: Tokens of the whole prompt.
+        found_tokens: Tokens of the prompt that a prefix hit has.
         recompute_tokens: Tokens of the pages for recomputed blocks.
     """
 

@@ -21,8 +21,8 @@ class Troubles:
     """Looks for problems in threads of its own, during a `with` block.
 
     Args:
-        log: The file to which Ray writes. status: `serve.status`, which may fail or wait for a missing
-            control store.
+        log: The file to which Ray writes.
+        status: `serve.status`, which may fail or wait for a missing control store.
         say: Prints a line.
     """
 

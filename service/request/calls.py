@@ -29,8 +29,8 @@ class Tools:
 
     Args:
         functions: Each has a `name`, and perhaps a `description` and `parameters`, a JSON schema.
-        choice: `auto`, `required`, or the name of the one to call. parallel: Whether an answer may call
-            several functions.
+        choice: `auto`, `required`, or the name of the one to call.
+        parallel: Whether an answer may call several functions.
     """
 
     functions: tuple[Mapping[str, Any], ...]
@@ -172,13 +172,13 @@ class Call:
     """A checked request.
 
     Args:
-        sampling: A Prefill has `max_tokens` 0. constraint: The run compiles this constraint into a grammar in
-            `options`.
+        sampling: A Prefill has `max_tokens` 0.
+        constraint: The run compiles this constraint into a grammar in `options`.
         fit_max_tokens: Whether to reduce `max_tokens` to the positions that are left.
         options: With a `keep_ttl_s` of 0 the prompt makes no session.
         remembers: Whether the prompt enters the prefix cache when the request ends.
-        retain_s: Seconds during which other cached blocks are evicted first. skip_cache: Prefill the whole
-            prompt, even if the prefix cache has a part of it.
+        retain_s: Seconds during which other cached blocks are evicted first.
+        skip_cache: Prefill the whole prompt, even if the prefix cache has a part of it.
     """
 
     request_id: str

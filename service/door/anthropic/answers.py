@@ -1,4 +1,4 @@
-"""Words answers and errors as Anthropic's Messages API does: content blocks, and named events."""
+"""Formats answers and errors of Anthropic's Messages API: content blocks, and named events."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PING = {"type": "ping"}
 
 
 def error_body(error: DeltafrontError) -> Json:
-    """Make Anthropic's object of an error. Its clients know a too long prompt by these words."""
+    """Make Anthropic's error object. Clients recognise a prompt that is too long by these words."""
     status, (_param, message) = status_of(error), NAMES.say(error)
     if isinstance(error, TooLong):
         message = f"prompt is too long: {message}"
@@ -55,7 +55,7 @@ def error_body(error: DeltafrontError) -> Json:
 
 
 class MessagesEdge:
-    """`/v1/messages`."""
+    """The endpoint `/v1/messages`."""
 
     splits = True
     named_events = True

@@ -1,4 +1,4 @@
-"""Translates Anthropic's messages, whose contents are blocks, to messages of a chat template."""
+"""Converts Anthropic's messages, whose contents are blocks, to messages of a chat template."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from deltafront.service.errors import InvalidArgument
 _RETAIN_S: Mapping[object, float] = {"5m": 300.0, "1h": 3600.0}
 _MAX_BLOCKS = 4096
 _BETWEEN = "\n"
-"""Between two blocks of text."""
+"""The separator between two text blocks."""
 _BILLING = "x-anthropic-billing-header:"
-"""A block of Claude Code's system prompt, for Anthropic alone. It differs with each request, so that nothing
-after it would be found in the prefix cache."""
+"""A block of Claude Code's system prompt that only Anthropic needs. It is dropped, because it differs with
+each request and would prevent prefix hits."""
 _THOUGHTS = ("thinking", "redacted_thinking")
 
 
 class BlockReader:
-    """Messages of a chat template, made from Anthropic's.
+    """Makes messages of a chat template from Anthropic's.
 
     Attributes:
-        retain_s: How long `cache_control` asks to remember the prompt; None if it does not.
+        retain_s: How long `cache_control` asks to cache the prompt; None without it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class BlockReader:
         self.retain_s: float | None = None
 
     def note_cache(self, path: str, given: object) -> None:
-        """Take a `cache_control`. Raises InvalidArgument."""
+        """Read a `cache_control`. Raises InvalidArgument."""
         if given is None:
             return
         ttl = (given.get("ttl") or "5m") if isinstance(given, Mapping) else None
@@ -61,7 +61,7 @@ class BlockReader:
             raise InvalidArgument(f"{path}.role", f"{show(role)} must be user or assistant")
 
     def _add_user(self, path: str, content: object) -> None:
-        """Results of tools become messages of their own, in the order of the blocks."""
+        """Add a user's message. Tool results become separate messages, in the order of the blocks."""
         texts = list[str]()
         results = 0
         for at, block in self._blocks(path, content):
@@ -93,7 +93,7 @@ class BlockReader:
                     raise InvalidArgument(f"{at}.input", "must be a JSON object")
                 call_id = check_call_id(f"{at}.id", block.get("id"))
                 calls.append(call_of(at, block.get("name"), given, call_id))
-            elif block["type"] not in _THOUGHTS:  # they are not read again
+            elif block["type"] not in _THOUGHTS:  # earlier reasoning is not prefilled
                 texts.append(self._text(at, block, "text, thinking and tool_use"))
         called = {"tool_calls": calls} if calls else {}
         self.messages.append({"role": "assistant", "content": _BETWEEN.join(texts), **called})
@@ -109,7 +109,7 @@ class BlockReader:
         return str(block["text"])
 
     def _blocks(self, path: str, content: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield each block with its path. A text is one block."""
+        """Yield each block with its path. A plain text is one block."""
         if isinstance(content, str):
             content = [{"type": "text", "text": content}] if content else []
         if not isinstance(content, list):

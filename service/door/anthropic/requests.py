@@ -1,7 +1,7 @@
-"""Reads requests of Anthropic's Messages API.
+"""Parses requests of Anthropic's Messages API.
 
-As in OpenAI's, a field is refused by name if it is unknown or would change the answer in a way that is not
-served.
+As in OpenAI's API, a field is refused by name if it is unknown, or would change the answer in an unsupported
+way.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _THINKING: Mapping[object, Mapping[str, bool]] = {
     "disabled": {"enable_thinking": False},
     "adaptive": {},
 }
-"""What is said of thinking → variables of the chat template, as Qwen's and other templates name them."""
+"""The chat template's variables for each type of `thinking`, named as in Qwen's and other templates."""
 
 
 class _MessageFields(OwnFields, Strict):
@@ -76,7 +76,7 @@ def read_message(body: bytes, model: str) -> tuple[GenerateRequest, bool]:
 
 
 def read_count(body: bytes, model: str) -> GenerateRequest:
-    """Read a request whose tokens are to be counted. Raises InvalidArgument or UnknownModel."""
+    """Parse a request to count tokens. Raises InvalidArgument or UnknownModel."""
     return _request(_RULES.read(_MessageFields, body, model), 1)
 
 
@@ -141,7 +141,8 @@ def _thinking(said: Mapping[str, Any]) -> Mapping[str, bool]:
 
 
 def _check_context(said: Mapping[str, Any]) -> None:
-    """Refuse edits of the context, but those of thinking, which is not read again. Raises InvalidArgument."""
+    """Refuse edits of the context, except for edits of thinking, which is never prefilled again. Raises
+    InvalidArgument."""
     edits = said.get("edits") or []
     kinds = [edit.get("type") if isinstance(edit, Mapping) else edit for edit in edits]
     for kind in kinds:

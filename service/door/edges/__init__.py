@@ -1,1 +1,1 @@
-"""What the HTTP edges share: a call over HTTP, statuses, tools, and an answer's parts."""
+"""Common code of the HTTP protocols: a call over HTTP, error statuses, tools, and an answer's parts."""

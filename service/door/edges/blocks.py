@@ -1,4 +1,5 @@
-"""An answer as blocks: runs of reasoning or text, and calls. Messages and Responses stream it so."""
+"""Groups a streamed answer into blocks of reasoning, text and tool calls, as the Messages and Responses APIs
+do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ class Step(Enum):
 
 @dataclass
 class Block:
-    """A block, which may still grow. `text`: what there is of a call is its arguments."""
+    """A block, which may still grow. `text`: in a tool call, the arguments so far."""
 
     kind: BlockKind
     index: int
@@ -36,7 +37,7 @@ class Block:
 
 
 Change = tuple[Step, Block, str]
-"""What happens to a block, and the text that it grows by."""
+"""A step of a block, and the text that is added to it."""
 
 
 class Blocks:

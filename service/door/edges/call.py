@@ -37,24 +37,23 @@ from deltafront.workers.messages.events import Progress
 KEEP_ALIVE_S = 5.0
 """The longest silence of a stream."""
 REQUEST_ID = "x-request-id"
-"""Serve's middleware sends it back (`haproxy_config.py`)."""
+"""Serve's middleware returns this header to the client (`haproxy_config.py`)."""
 _JSON_BYTES = 6
-"""The most bytes of a character in JSON."""
+"""The most bytes that one character takes in JSON."""
 _RECEIVE_S = 60.0
 """How long a client may take to send a request."""
 _IDLE_S = 10.0
-"""How long it may send nothing of it."""
+"""How long a client may pause while it sends a request."""
 _JSON = "application/json"
 
 Work = Callable[[RequestHandler, Accepted, bytes], Awaitable[Json]]
-"""Makes the answer of a body."""
+"""A function that makes the answer to a body."""
 Events = AsyncIterator[RequestEvent | None]
 
 
 @dataclass
 class Exchange:
-    """One request over HTTP. `arrived`: whether its body has. `stream`: that of a streamed
-    answer."""
+    """One request over HTTP. `arrived`: whether the body has arrived. `stream`: set for a streamed answer."""
 
     request: Request
     request_id: str
@@ -136,8 +135,7 @@ class EdgeCall:
         return OneAnswer(asked.reply(context), splitter)
 
     async def _read(self, body: bytes, owner: str) -> Asked:
-        """Read the body in a thread, since that takes longer the more it says. Raises InvalidArgument or
-        NotFound."""
+        """Parse the body in a thread, because a large one takes long. Raises InvalidArgument or NotFound."""
         work = self.requests.text_budget.work
         return await work(len(body), lambda _: self.edge.read(body, self.requests.model, owner))
 
@@ -196,7 +194,7 @@ class EdgeCall:
 
 @dataclass(frozen=True)
 class UnaryCall(EdgeCall):
-    """An endpoint whose answer is one object, and runs on no worker."""
+    """An endpoint whose answer is one object, made without a worker."""
 
     work: Work | None = None
 
@@ -224,7 +222,7 @@ async def _stream(answering: Answering, events: Events, stream: EventStream) -> 
 
 
 def _reasoning(request: GenerateRequest) -> GenerateRequest:
-    """Let the answer reason before it follows a constraint."""
+    """Let an answer begin with reasoning, before its constraint applies."""
     prompts = {
         name: replace(prompt, reasons=prompt.messages is not None)
         for name in ("prompt", "append")
@@ -234,12 +232,12 @@ def _reasoning(request: GenerateRequest) -> GenerateRequest:
 
 
 def request_id_of(request: Request) -> str:
-    """Return the caller's id, or that of Serve's middleware; a new one without it."""
+    """Return the request id of the caller or of Serve's middleware; without either, a new one."""
     given = request.headers.get(REQUEST_ID, "")
     return given if given and is_request_id(given) else uuid.uuid4().hex
 
 
 def _check_type(content_type: str) -> None:
-    """Refuse what web pages may send to any server without being asked. Raises NotJson."""
+    """Refuse content types that web pages may send to any server without a CORS preflight. Raises NotJson."""
     if content_type.partition(";")[0].strip().lower() != _JSON:
         raise NotJson(content_type)

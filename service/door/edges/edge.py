@@ -1,7 +1,7 @@
-"""What a protocol over HTTP has to say: how it reads a body, and how it words answers and errors.
+"""The interface of a protocol over HTTP (an edge): it parses bodies, and formats answers and errors.
 
-Inside, a conversation is a `GenerateRequest` with messages and tools, and an answer is a stream of
-`AnswerPart`. An edge translates both.
+In the door, a conversation is a `GenerateRequest` with messages and tools, and an answer is a stream of
+`AnswerPart`. An edge converts both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Json = dict[str, Any]
 
 
 class EdgeReply(Protocol):
-    """Words one answer: whole by `answer`, or streamed by the others, whose objects become events."""
+    """Formats one answer: whole by `answer`, or streamed by the other methods, whose objects become
+    events."""
 
     def answer(self, parts: list[AnswerPart], finish: GenerateFinished) -> Json:
         """Make the object of a complete answer."""
@@ -34,7 +35,7 @@ class EdgeReply(Protocol):
     def begin(self, usage: Usage) -> Iterable[Json]: ...
 
     def token(self, token: Token) -> None:
-        """Take a token, before its parts, if it has any."""
+        """Take a token. The parts of its text, if any, follow."""
         ...
 
     def grow(self, parts: list[AnswerPart], usage: Usage) -> Iterable[Json]: ...
@@ -42,18 +43,18 @@ class EdgeReply(Protocol):
     def end(self, parts: list[AnswerPart], finish: GenerateFinished) -> Iterable[Json]: ...
 
     def fail(self, error: DeltafrontError) -> Iterable[Json]:
-        """Give the answer up, and end a stream that has begun to be sent."""
+        """Abandon the answer, and end a stream that has begun."""
         ...
 
 
 @dataclass(frozen=True)
 class ReplyContext:
-    """What an answer needs beside its request.
+    """The context in which an answer is formatted.
 
     Args:
-        positions: Tokens of prompt and answer together.
-        token_bytes: Returns the bytes of tokens, which take long to find the first time.
-        index: The answer's place among those of its request.
+        positions: Maximum tokens of prompt and answer together.
+        token_bytes: Returns the bytes of tokens. The first call takes long.
+        index: The answer's index among those of its request.
     """
 
     model: str
@@ -66,11 +67,11 @@ class ReplyContext:
 
 @dataclass(frozen=True)
 class Asked:
-    """A body that was read.
+    """A parsed request.
 
     Args:
-        include_progress: Comments say how much of the prompt is prefilled.
-        several: Puts answers together; None: the request has one.
+        include_progress: Comments report the progress of prefill.
+        several: Combines several answers; None: the request has one.
     """
 
     request: GenerateRequest
@@ -85,7 +86,7 @@ class Edge(Protocol):
 
     @property
     def splits(self) -> bool:
-        """Whether answers tell reasoning from text."""
+        """Whether answers separate reasoning from text."""
         ...
 
     @property
@@ -100,11 +101,11 @@ class Edge(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """What keeps a stream alive while its prompt is prefilled."""
+        """The line that keeps a stream alive while its prompt is prefilled."""
         ...
 
     def read(self, body: bytes, model: str, owner: str) -> Asked:
-        """Read a body, in any thread. Raises InvalidArgument, UnknownModel or NotFound."""
+        """Parse a body. Any thread may call it. Raises InvalidArgument, UnknownModel or NotFound."""
         ...
 
     def error(self, error: DeltafrontError, positions: int, request_id: str) -> Json: ...

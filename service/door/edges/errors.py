@@ -1,4 +1,4 @@
-"""HTTP statuses and headers of errors, and field names as a caller over HTTP knows them."""
+"""HTTP statuses and headers of errors, and their field names over HTTP."""
 
 import math
 import re
@@ -26,7 +26,7 @@ _STATUSES: Mapping[Code, int] = {
     Code.UNAVAILABLE: 503,
     Code.DEADLINE_EXCEEDED: 504,
 }
-"""No client sees nginx's 499, because it has left."""
+"""The HTTP status of each error code. No client sees 499, because the client has left."""
 TOO_LARGE = 413
 _SOURCE = re.compile(r"^(prompt|append)(\.(text|messages|token_ids))?")
 
@@ -34,7 +34,7 @@ Renaming = tuple[re.Pattern[str], str]
 
 
 def status_of(error: DeltafrontError) -> int:
-    """Return the status. Where waiting does not help, it is 413 and not that of a rate limit."""
+    """Return an error's status. If waiting cannot help, it is 413 and not 429."""
     if isinstance(error, Overloaded) and error.retry_after_s is None:
         return TOO_LARGE
     if isinstance(error, TooSlow):
@@ -54,21 +54,21 @@ def headers_of(error: DeltafrontError) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Names of one edge's fields.
+    """Field names of one protocol.
 
     Args:
-        source: Replaces gRPC's `prompt` and `append`.
-        renamed: Patterns of gRPC's other names, and what replaces them.
+        source: Replaces gRPC's `prompt` and `append`. renamed: Patterns of gRPC's other names, with their
+            replacements.
     """
 
     source: str
     renamed: Sequence[Renaming]
 
     def say(self, error: DeltafrontError) -> tuple[str | None, str]:
-        """Return the field, if the error names one, and the message with the field's name of this edge."""
+        """Return the error's field, if any, and its message, both with this protocol's field names."""
         message = error.message.replace("the deadline", "timeout_s")
         if _is_late(error):
-            return "timeout_s", message.partition(";")[0]  # without the advice on clocks
+            return "timeout_s", message.partition(";")[0]  # leave out the advice to compare clocks
         if not (isinstance(error, InvalidArgument) and error.field):
             return None, message
         param = error.field

@@ -1,4 +1,4 @@
-"""The service's own fields, which every edge over HTTP takes."""
+"""Deltafront's own fields, which every protocol over HTTP accepts."""
 
 import time
 from typing import Annotated, Any, Literal
@@ -11,7 +11,7 @@ from deltafront.workers.messages.requests import PageSelection
 
 
 class OwnFields(BaseModel):
-    """Their names are as in gRPC."""
+    """The fields, named as in gRPC."""
 
     model_config = STRICT
 

@@ -1,15 +1,14 @@
-"""Splits an answer's text into reasoning, content and calls of tools."""
+"""Splits an answer's text into reasoning, content and tool calls."""
 
 from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter
 from deltafront.service.request.text.tool_calls import CallPart, ToolCallParser
 
 
 class AnswerSplitter:
-    """Splits an answer that comes in pieces.
+    """Splits a streamed answer.
 
     Args:
-        reasoning: None: all text is content.
-        calls: None: the answer may call no tool.
+        reasoning: None: all text is content. calls: None: the answer may not call tools.
     """
 
     def __init__(
@@ -24,15 +23,14 @@ class AnswerSplitter:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens of the reasoning so far; None if reasoning is not told from content."""
+        """Tokens of reasoning so far; None if reasoning is not separated from content."""
         return None if self._reasoning is None else self._reasoning.tokens
 
     def push(self, text: str, tokens: int, last: bool = False) -> list[AnswerPart]:
-        """Split the next text; empty while it is held back.
+        """Split the next text. The result is empty while the text is held back.
 
         Args:
-            tokens: Tokens of the answer so far, including this text.
-            last: Whether the answer ends with it.
+            tokens: Tokens of the answer so far, including this text. last: Whether this text ends the answer.
         """
         parts = [AnswerPart(content=text)]
         if self._reasoning is not None:

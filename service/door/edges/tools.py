@@ -1,4 +1,4 @@
-"""Checks tools and calls, which each edge names in its own way."""
+"""Checks tools and tool calls of all protocols, which name them differently."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def function_of(path: str, given: Mapping[str, Any], schema: str = "parameters")
 def choose(
     functions: Sequence[Mapping[str, Any]], choice: object, parallel: bool, named: bool = False
 ) -> Tools | None:
-    """Return the tools that the model may call; None if it may call none. Raises InvalidArgument.
+    """Return the tools that the model may call; None without any. Raises InvalidArgument.
 
     Args:
         choice: `none`, `auto` or `required`; with `named` the name of one function.
@@ -53,14 +53,14 @@ def choose(
 
 
 def call_of(path: str, name: object, arguments: object, call_id: str) -> dict[str, Any]:
-    """Make a call for the chat template, whose arguments are a JSON object. Raises InvalidArgument."""
+    """Make a tool call for the chat template, with its arguments as a JSON object. Raises InvalidArgument."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidArgument(f"{path}.name", "must be the name of a function")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def check_call_id(path: str, given: object) -> str:
-    """Read the id of a call. Raises InvalidArgument."""
+    """Check the id of a tool call. Raises InvalidArgument."""
     if not isinstance(given, str) or not _ID.fullmatch(given):
         raise InvalidArgument(path, "must be the id of a call: 1 to 64 letters, digits, '_', '.', ':' or '-'")
     return given

@@ -164,7 +164,7 @@ class Reply:
         return [] if delta is None else [self._chunk(self._choice(delta), usage)]
 
     def token(self, token: Token) -> None:
-        """Take a token. Its log-probability comes with the next part, its own or a later one."""
+        """Take a token. Its log-probability is sent with the next part, which may belong to a later token."""
         if self.logprobs is not None:
             self.logprobs.add(token)
 

@@ -19,7 +19,7 @@ _KINDS: Mapping[int, tuple[str, str | None]] = {
     503: (_SERVER_ERROR, "unavailable"),
     504: (_SERVER_ERROR, "deadline_exceeded"),
 }
-"""Status → OpenAI's type and code."""
+"""OpenAI's type and code for each HTTP status."""
 RENAMED = (
     (re.compile(r"^sampling\."), ""),
     (re.compile(r"^attention\.options"), "options"),
@@ -39,7 +39,7 @@ def error_object(
 
 
 def error_body(error: DeltafrontError, names: FieldNames, positions: int) -> dict[str, Any]:
-    """Make OpenAI's object of an error.
+    """Make OpenAI's error object.
 
     Args:
         positions: The model's context length. Clients recognise a too long prompt by OpenAI's wording, which
@@ -53,6 +53,6 @@ def error_body(error: DeltafrontError, names: FieldNames, positions: int) -> dic
     elif isinstance(error, TooLong):
         code = "context_length_exceeded"
     if isinstance(error, TooLong) or status == TOO_LARGE:
-        shown = f" ({code})" if isinstance(error, TooLong) else ""  # some clients see the message alone
+        shown = f" ({code})" if isinstance(error, TooLong) else ""  # some clients show only the message
         message = f"This model's maximum context length is {positions} tokens{shown}. {message}"
     return error_object(message, kind, param, code)

@@ -11,11 +11,11 @@ from deltafront.workers.messages.events import Token
 
 Json = dict[str, Any]
 _LEAST = -9999.0
-"""OpenAI's number for a token that is impossible. JSON has no infinity."""
+"""OpenAI's log-probability of an impossible token, because JSON has no infinity."""
 
 
 class Logprobs(Protocol):
-    """Collects tokens. Each chunk of a stream takes those that have come since the last one."""
+    """Collects tokens. Each chunk of a stream gets the tokens since the last chunk."""
 
     def add(self, token: Token) -> None: ...
 
@@ -24,7 +24,7 @@ class Logprobs(Protocol):
 
 @dataclass
 class ChatLogprobs:
-    """A chat's: one entry for each token, an end token too.
+    """Log-probabilities of a chat: one entry for each token, including the end token.
 
     Args:
         top: Number of likeliest tokens in an entry.
@@ -52,11 +52,11 @@ _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 @dataclass
 class TextLogprobs:
-    """A completion's. `text_offset` counts characters, so a token in the middle of one has the offset of that
-    character.
+    """Log-probabilities of a completion. `text_offset` counts characters, so a token inside a character has
+    the offset of that character.
 
     Args:
-        top: Number of likeliest tokens at each place. The token itself is always told.
+        top: Number of likeliest tokens at each place, in addition to the token itself.
     """
 
     token_bytes: TokenBytes
@@ -89,7 +89,7 @@ class TextLogprobs:
 
 
 def shown(data: bytes) -> str:
-    """Return a token's text. Bytes that are no whole characters are written as OpenAI writes them."""
+    """Return a token's text. Bytes of incomplete characters are escaped as in OpenAI's API."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -97,7 +97,7 @@ def shown(data: bytes) -> str:
 
 
 def chat_top(logprobs: object, top: int | None) -> int | None:
-    """Return the number of likeliest tokens that a chat asks for; None: no log-probabilities. Raises
+    """Return the number of likeliest tokens that a chat requests; None: no log-probabilities. Raises
     InvalidArgument."""
     if logprobs not in (None, False, True, 0) or (logprobs == 1 and logprobs is not True):
         raise InvalidArgument("logprobs", "must be true or false")
@@ -109,7 +109,7 @@ def chat_top(logprobs: object, top: int | None) -> int | None:
 
 
 def text_top(logprobs: object) -> int | None:
-    """Return the number of likeliest tokens that a completion asks for. Raises InvalidArgument."""
+    """Return the number of likeliest tokens that a completion requests. Raises InvalidArgument."""
     if logprobs is None or logprobs is False:
         return None
     if type(logprobs) is not int or not 0 <= logprobs <= MAX_TOP_LOGPROBS:

@@ -1,4 +1,4 @@
-"""The sampling options of a request, named as OpenAI and vLLM name them."""
+"""A request's sampling options, with OpenAI's and vLLM's names."""
 
 import secrets
 from typing import Annotated
@@ -33,7 +33,8 @@ class SamplingFields(Strict):
     repetition_penalty: float | None = None
 
     def params(self, max_tokens: int | None) -> SamplingParams:
-        """Return the parameters. Raises InvalidArgument for a key that is no number."""
+        """Return the sampling parameters. Raises InvalidArgument for a `logit_bias` key that is not a
+        number."""
         seed = new_seed() if self.seed is None or self.seed < 0 else self.seed
         return SamplingParams(
             temperature=self.temperature,
@@ -54,7 +55,7 @@ class SamplingFields(Strict):
 
 
 def new_seed() -> int:
-    """Draw a seed. Each sampled answer has a new one, as OpenAI's have."""
+    """Draw a seed. Like OpenAI, use a new one for each sampled answer."""
     return secrets.randbits(_SEED_BITS)
 
 

@@ -1,4 +1,4 @@
-"""Tokens of a text or chat, and the text of tokens, in vLLM's form."""
+"""vLLM's endpoints `/tokenize` and `/detokenize`."""
 
 from typing import Any
 

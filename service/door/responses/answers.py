@@ -1,4 +1,4 @@
-"""Words answers as OpenAI's Responses API does: items, and numbered events."""
+"""Formats answers of OpenAI's Responses API: items, and numbered events."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DELTAS = {
 
 
 class ResponsesEdge:
-    """`/v1/responses`. It keeps responses that ask for it in the store."""
+    """The endpoint `/v1/responses`. It stores responses on request."""
 
     splits = True
     named_events = True
@@ -152,7 +152,7 @@ class ResponseReply:
         return response
 
     def _message(self) -> Json:
-        """Return the answer as a message. It may say nothing; a call that was cut is left out."""
+        """Return the answer as a message, which may be empty. A truncated tool call is left out."""
         text = "\n".join(block.text for block in self._blocks.blocks if block.kind is BlockKind.TEXT)
         calls = [call for block in self._blocks.blocks for call in _calls_of(block)]
         return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
@@ -167,7 +167,7 @@ class ResponseReply:
 
     def _changed(self, change: Change, status: str = "completed") -> list[Json]:
         step, block, text = change
-        if step is Step.OPEN:  # by now it may have grown
+        if step is Step.OPEN:  # the block may have grown since
             block = Block(block.kind, block.index, block.call_id, block.name)
         item = {"output_index": block.index}
         part = {"item_id": self._id(block), **item, "content_index": 0}
@@ -221,7 +221,7 @@ def _no_logprobs(block: Block) -> Json:
 
 
 def _calls_of(block: Block) -> list[Json]:
-    """Return a call as the chat template takes it; none for other blocks, and one that was cut."""
+    """Return a block's tool call for the chat template; empty for other blocks and a truncated call."""
     if block.kind is not BlockKind.CALL:
         return []
     try:

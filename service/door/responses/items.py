@@ -13,10 +13,10 @@ from deltafront.service.errors import InvalidArgument
 Message = Mapping[str, Any]
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""A part that is text → the key of its text."""
+"""The key of the text in each kind of text part."""
 _MAX_PARTS = 4096
 _BETWEEN = "\n"
-"""Between two parts of a text."""
+"""The separator between two parts of a text."""
 
 
 def read_items(given: object) -> list[Message]:
@@ -37,7 +37,7 @@ def read_items(given: object) -> list[Message]:
 
 
 def append(messages: list[Message], message: Message) -> None:
-    """Add a message. What the assistant says and calls in a row is one message."""
+    """Add a message. Consecutive texts and tool calls of the assistant become one message."""
     last = messages[-1] if messages else {}
     if message["role"] != "assistant" or last.get("role") != "assistant":
         messages.append(message)
@@ -49,8 +49,8 @@ def append(messages: list[Message], message: Message) -> None:
 
 
 def with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:
-    """Put the instructions before the messages. Those of the system at the beginning are one message, since
-    many templates take no second one."""
+    """Put the instructions before the messages. System messages at the beginning become one, because many
+    templates refuse a second one."""
     rest = [{"role": "system", "content": instructions}, *messages] if instructions else messages
     count = next((n for n, one in enumerate(rest) if one["role"] not in ("system", "developer")), len(rest))
     if count < 2:
@@ -78,7 +78,7 @@ def _message(path: str, item: Mapping[str, Any]) -> Message | None:
             "tool_call_id": call_id,
             "content": _text(f"{path}.output", item.get("output")),
         }
-    if kind == "reasoning":  # it is not read again
+    if kind == "reasoning":  # earlier reasoning is not prefilled
         return None
     known = "message, function_call, function_call_output and reasoning"
     raise InvalidArgument(f"{path}.type", f"{show(kind)} is not read here, but {known}")

@@ -1,4 +1,4 @@
-"""Reads requests of OpenAI's Responses API."""
+"""Parses requests of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ResponseFields(OwnFields, SamplingFields):
 
 @dataclass(frozen=True)
 class AskedResponse:
-    """A request that was read, and its conversation without instructions."""
+    """A parsed request, with its conversation without instructions."""
 
     fields: ResponseFields
     request: GenerateRequest
@@ -80,7 +80,7 @@ class AskedResponse:
 def read_response(
     body: bytes, model: str, store: ResponseStore, owner: str, found: StoredResponse | None = None
 ) -> AskedResponse:
-    """Read a body. Raises InvalidArgument, UnknownModel or UnknownResponse.
+    """Parse a body. Raises InvalidArgument, UnknownModel or UnknownResponse.
 
     Args:
         found: The previous response, if it is not in the store.
@@ -110,7 +110,7 @@ def read_response(
 
 
 def _check_hints(fields: ResponseFields) -> None:
-    """Take what says how much to reason, which changes nothing here. Raises InvalidArgument."""
+    """Check the fields for the amount of reasoning, which have no effect here. Raises InvalidArgument."""
     for name in fields.reasoning.keys() - {*_HINTS}:
         raise InvalidArgument(f"reasoning.{name}", "is not known")
     if _LOGPROBS in fields.include:

@@ -1,4 +1,4 @@
-"""Keeps answered conversations in a door's memory, so that the next request can go on by an id."""
+"""Stores answered conversations in a door's memory, so that a later request can continue one by its id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltafront.service.door.json_body import NamedNotFound
 from deltafront.service.errors import shown
 
 KEPT_S = 3600.0
-"""How long a response is kept. Each lives as long, so the oldest one always goes first."""
+"""How long a response is stored. The time is the same for all, so the oldest one always expires first."""
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 
 
@@ -45,8 +45,8 @@ async def nowhere_else(_response_id: str, _owner: str, _drop: bool) -> StoredRes
 
 @dataclass
 class StoredResponse:
-    """A conversation up to a response, which is None until it is complete. `size`: bytes of both, whatever
-    they share with others."""
+    """A conversation up to a response, which is None until it is complete. `size`: bytes of both, without
+    regard to data shared with other responses."""
 
     owner: str
     messages: Sequence[Message]
@@ -56,9 +56,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores conversations of at most `max_bytes` together, and gives up the oldest first. Thread-safe.
+    """Stores conversations of at most `max_bytes` in all, and evicts the oldest first. Thread-safe.
 
-    A conversation enters it before its answer begins, so that running requests are within the bound, too.
+    A conversation is stored before its answer begins, so that running requests count, too.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +69,7 @@ class ResponseStore:
         self.size = 0
 
     def begin(self, response_id: str, owner: str, messages: Sequence[Message]) -> bool:
-        """Keep a conversation for a response to come. Returns False if it is larger than the store."""
+        """Store a conversation before its response. Returns False if it is larger than the store."""
         size = size_of(messages)
         with self._lock:
             if size > self._max_bytes:
@@ -80,7 +80,7 @@ class ResponseStore:
         return True
 
     def complete(self, response_id: str, response: Mapping[str, Any], messages: Sequence[Message]) -> None:
-        """Add a response and its messages, unless its conversation had to go meanwhile."""
+        """Add a response and its messages, unless its conversation has been evicted."""
         size = size_of(response) + size_of(messages)
         with self._lock:
             if (entry := self._entries.get(response_id)) is not None:
@@ -114,7 +114,7 @@ class ResponseStore:
             self.size -= 0 if entry is None else entry.size
 
     def _evict(self) -> None:
-        """Give up what is too much or too old."""
+        """Evict conversations that are too old or exceed the bound."""
         now = self._clock()
         while self._entries:
             first = next(iter(self._entries.values()))

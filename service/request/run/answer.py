@@ -18,8 +18,8 @@ class Answer:
 
     Attributes:
         new_tokens: Tokens of the prompt, or of the text appended to a session.
-        session_tokens: Tokens of the session before them. cached_tokens: Tokens of session and prompt whose
-            KV a session or the prefix cache had.
+        session_tokens: Tokens of the session before them.
+        cached_tokens: Tokens of session and prompt whose KV a session or the prefix cache had.
         host_tokens, disk_tokens: Cached tokens that were loaded from host memory and disk.
         decoded: Decode reports of all attempts.
     """

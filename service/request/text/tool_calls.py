@@ -32,9 +32,10 @@ class ToolFormat:
     `tail`.
 
     Attributes:
-        marker: The text by which a chat template is recognised. trigger: The text before the first call.
-            Empty: an answer is either text or calls. between: The text between two calls. first, last: Texts
-            around all calls, which then follow one trigger.
+        marker: The text by which a chat template is recognised.
+        trigger: The text before the first call. Empty: an answer is either text or calls.
+        between: The text between two calls.
+        first, last: Texts around all calls, which then follow one trigger.
         parameters: How arguments are written if they are no JSON. They end the call, so there is no `tail`.
     """
 

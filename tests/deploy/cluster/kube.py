@@ -93,8 +93,8 @@ def small(folder: Path, changes: Mapping[str, Mapping[str, Any]], *components: s
     """Render the overlay `cpu` with a smaller configuration and smaller pods.
 
     Args:
-        changes: More keys for sections of the configuration. components: Components of deploy/kubernetes to
-            add.
+        changes: More keys for sections of the configuration.
+        components: Components of deploy/kubernetes to add.
     """
     overlay = KUBERNETES / "overlays" / "cpu"
     config = yaml.safe_load((overlay / "config.yaml").read_text())
