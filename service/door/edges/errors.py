@@ -57,8 +57,8 @@ class FieldNames:
     """Field names of one protocol.
 
     Args:
-        source: Replaces gRPC's `prompt` and `append`. renamed: Patterns of gRPC's other names, with their
-            replacements.
+        source: Replaces gRPC's `prompt` and `append`.
+        renamed: Patterns of gRPC's other names, with their replacements.
     """
 
     source: str

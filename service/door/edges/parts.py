@@ -8,7 +8,8 @@ class AnswerSplitter:
     """Splits a streamed answer.
 
     Args:
-        reasoning: None: all text is content. calls: None: the answer may not call tools.
+        reasoning: None: all text is content.
+        calls: None: the answer may not call tools.
     """
 
     def __init__(
@@ -30,7 +31,8 @@ class AnswerSplitter:
         """Split the next text. The result is empty while the text is held back.
 
         Args:
-            tokens: Tokens of the answer so far, including this text. last: Whether this text ends the answer.
+            tokens: Tokens of the answer so far, including this text.
+            last: Whether this text ends the answer.
         """
         parts = [AnswerPart(content=text)]
         if self._reasoning is not None:
