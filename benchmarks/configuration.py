@@ -89,6 +89,8 @@ def _type(schema: Mapping[str, Any]) -> str:
     if form.get("type") == "array":
         return f"list of {_type(form['items'])}"
     names = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "object": "map"}
+    if "$ref" in form:
+        return "map"
     path = form.get("format") == "path" or form.get("pattern") == "^/"
     return "path" if path else names[form["type"]] if "type" in form else "str or map"
 

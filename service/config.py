@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -324,4 +324,7 @@ def _keys(loc: tuple[int | str, ...]) -> list[str]:
     if not loc:
         return list(sections)
     kind: Any = sections[str(loc[0])].annotation
+    for name in loc[1:]:
+        forms = get_args(get_type_hints(kind)[str(name)])
+        kind = next(filter(dataclasses.is_dataclass, forms), kind)
     return [field.name for field in dataclasses.fields(kind)]

@@ -5,7 +5,7 @@ the file; an object made in code is not checked.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -47,6 +47,17 @@ WarmedUp = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """YaRN (Peng et al. 2023), as in config.json's section of this name."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    factor: Annotated[float, Field(gt=1, le=64)]
+    original_max_position_embeddings: Count
+    rope_type: Literal["yarn"] = "yarn"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model, and changes to it.
 
@@ -55,6 +66,8 @@ class ModelSpec:
         adapter: The directory of a PEFT LoRA adapter, which is merged into the weights at load.
         dtype: The format of weights, activations and KV cache.
         family_modules: Python modules outside the package that register model families.
+        rope_scaling: YaRN, in place of the scaling in the model's configuration: a `factor` above 1, at most
+            64, and `original_max_position_embeddings`. Short prompts are scaled, too.
         rope_theta, max_position_embeddings: Replace the value in the model's configuration.
         profile: The model's file from `deltafront calibrate` or `deltafront evaluate`.
         digest: The expected `model_digest`. Every process compares it with the model at `path`. Serve's
@@ -70,14 +83,19 @@ class ModelSpec:
     family_modules: tuple[str, ...] = ()
     dtype: Dtype = "bfloat16"
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    rope_scaling: RopeScaling | None = None
     max_position_embeddings: Count | None = None
     profile: str | None = None
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     quantisation: Quantisation | None = None
 
     @property
-    def overrides(self) -> dict[str, float | int]:
-        given = {"rope_theta": self.rope_theta, "max_position_embeddings": self.max_position_embeddings}
+    def overrides(self) -> dict[str, Any]:
+        given = {
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if self.rope_scaling is None else asdict(self.rope_scaling),
+            "max_position_embeddings": self.max_position_embeddings,
+        }
         return {key: value for key, value in given.items() if value is not None}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from pydantic import TypeAdapter
 
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.methods import MethodError, method_spec
@@ -32,7 +33,7 @@ from deltafront.workers.model.directory.digest import model_digest
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import model_directory
 from deltafront.workers.model.directory.tokenizer_files import tokenizer_json
-from deltafront.workers.settings import DecodeConfig, Dtype, ModelSpec
+from deltafront.workers.settings import DecodeConfig, Dtype, ModelSpec, RopeScaling
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -90,6 +91,7 @@ def calibrate_command(
     answers: AnswerWeight = ANSWER_WEIGHT,
     add: Add = False,
     rope_theta: Annotated[float | None, typer.Option(help="model.rope_theta.")] = None,
+    rope_scaling: Annotated[list[str], typer.Option(help="NAME=NUMBER of model.rope_scaling.")] = [],  # noqa: B006
     positions: Annotated[int | None, typer.Option(help="model.max_position_embeddings.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -106,6 +108,8 @@ def calibrate_command(
     try:
         path, old = str(model_directory(model)), str(profile) if add else None
         rope: dict[str, Any] = {"rope_theta": rope_theta, "max_position_embeddings": positions}
+        if rope_scaling:
+            rope["rope_scaling"] = TypeAdapter(RopeScaling).validate_python(read_options(rope_scaling))
         spec = ModelSpec(path=path, adapter=adapter, dtype=cast(Dtype, dtype), profile=old, **rope)
         new = load_profile(spec)
         attention = method_spec(method, read_options(option))

@@ -263,5 +263,5 @@ def beyond_training(model: ModelConfig, tokens: int) -> list[str]:
         return []
     return [
         f"model.max_position_embeddings {tokens}: the model has {model.positions:,}; for more, serve "
-        "requires YaRN in config.json or another model.rope_theta, and the quality of answers is unknown"
+        "requires YaRN (model.rope_scaling) or another model.rope_theta; the quality of answers is unknown"
     ]

@@ -143,7 +143,7 @@ def _plan(
         settings = parse(content, "size")
         settings.check_against(demand.model, None)
         if write is not None:
-            refuse_unscaled(settings.model.overrides, demand.model.positions)
+            refuse_unscaled(settings.model.overrides, demand.model.positions, demand.model.architecture)
     except (ConfigError, ModelError, ValueError) as error:
         fail(str(error))
     lines = explained(demand, found)

@@ -30,6 +30,7 @@ from deltafront.workers.model.directory.rope_config import (
     positions,
     read_rope,
     refuse_unscaled,
+    rescaled,
     resolved,
     rotary_dim,
     window_rope,
@@ -39,7 +40,7 @@ from deltafront.workers.model.directory.tokenizer_files import end_tokens
 from deltafront.workers.model.families.family import OPTIONAL, Family
 from deltafront.workers.model.family_registry import FAMILIES, family_of, unserved_features
 
-OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
+OVERRIDES = frozenset({"rope_theta", "rope_scaling", "max_position_embeddings"})
 """Keys of config.json that the service's configuration may override."""
 
 _MISTRAL_7B = "LlamaForCausalLM", 32, 4096, 14_336, 8
@@ -75,9 +76,9 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
             raise ModelError(f"model override {key!r} is unknown; known: {', '.join(sorted(OVERRIDES))}")
     family = served_family(raw)
     given = family.own_config(raw)
-    raw = of_full_layers(given, family)
+    raw = rescaled(of_full_layers(given, family), extra)
     rope = read_rope(raw, extra, family)
-    refuse_unscaled(extra, positions(raw, rope, {}))
+    refuse_unscaled(extra, positions(raw, rope, {}), family.architecture)
     _refuse_unread(raw, family)
     heads, hidden = positive_int(raw, "num_attention_heads"), positive_int(raw, "hidden_size")
     head_dim = positive_int(raw, "head_dim", family.implied.get("head_dim", hidden // heads))

@@ -7,6 +7,7 @@ from typing import Any
 
 from deltafront.workers.model.directory.model_files import ModelError, positive_int, positive_number
 from deltafront.workers.model.families.family import Family
+from deltafront.workers.model.family_registry import FAMILIES
 
 _TRAINED = "original_max_position_embeddings"
 _KEYS: Mapping[str, tuple[str, ...]] = {
@@ -20,6 +21,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 """The keys that each RoPE type needs. GGUF stores llama3 scaling as `factors`, one divisor per frequency."""
 _LOCAL = "rope_local_base_freq"
 """The key for the RoPE base of layers with sliding windows, in families where it differs."""
+_MOST_STRETCHED = 4
+"""The largest YaRN factor that makers of models recommend."""
 _OLD_TYPES = {"su": "longrope"}
 _BETA = "llama_4_scaling_beta"
 
@@ -124,16 +127,43 @@ def positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, 
     return int(rope.scaling["factor"] * rope.scaling[_TRAINED])
 
 
-def refuse_unscaled(overrides: Mapping[str, Any], known: int) -> None:
+def refuse_unscaled(overrides: Mapping[str, Any], known: int, architecture: str) -> None:
     """Raise ModelError if a context longer than the model's own (`known`) is configured, unless rope_theta is
     overridden, too."""
-    wanted = overrides.get("max_position_embeddings", 0)
+    wanted, family = overrides.get("max_position_embeddings", 0), FAMILIES.get(architecture)
     if wanted > known and "rope_theta" not in overrides:
         raise ModelError(
             f"model.max_position_embeddings (--max-model-len) = {wanted}, but the model has {known} "
-            "positions: more need YaRN in config.json with a factor that reaches so far, another "
-            "model.rope_theta, or max_position_embeddings in config.json, where it understates the training"
+            f"positions: {_longer(wanted, family.yarn.get(known) if family else None)}"
         )
+
+
+def _longer(wanted: int, trained: int | None) -> str:
+    """Say how a model may serve `wanted` positions. `trained`: as in `Family.yarn`; None: unknown."""
+    factor = math.ceil(wanted / trained) if trained else math.inf
+    if factor <= _MOST_STRETCHED:
+        return (
+            "its makers extend it by YaRN, which scales short prompts, too: set model.rope_scaling: "
+            f"{{rope_type: yarn, factor: {factor:.1f}, {_TRAINED}: {trained}}}"
+        )
+    return (
+        "more need YaRN (model.rope_scaling) with a factor that reaches so far, another model.rope_theta, or "
+        "max_position_embeddings in config.json, where it understates the training"
+    )
+
+
+def rescaled(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the override's rope scaling in place of its own. Raises ModelError."""
+    scaling = overrides.get("rope_scaling")
+    if scaling is None:
+        return dict(raw)
+    if not isinstance(scaling, Mapping) or scaling.get("rope_type") != "yarn":
+        raise ModelError(f"model.rope_scaling = {scaling!r}: only YaRN can replace a model's own scaling")
+    kept = {
+        key: own for key, own in _rope_keys(raw).items() if key in ("rope_theta", "partial_rotary_factor")
+    }
+    rest = _without(raw, "rope_theta", "rope_scaling", "rope_parameters", _TRAINED)
+    return {**rest, "rope_parameters": {**kept, **scaling}}
 
 
 def resolved(rope: RopeConfig, raw: Mapping[str, Any], positions: int) -> RopeConfig:

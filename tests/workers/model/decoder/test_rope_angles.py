@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +13,14 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deltafront.kernels.layers.rope import rotate
-from deltafront.tests.numerics import assert_rows_close
+from deltafront.tests.numerics import assert_rows_close, row_errors
 from deltafront.workers.model.decoder.rope_angles import Rope, inverse_frequencies
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
+
+from . import tiny_families
+from .cases import CUTS, TOKENS, Pages, load_stages, make_case, prefill, table_of
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -79,3 +86,18 @@ def test_bf16_scores_depend_only_on_distance_even_at_far_positions() -> None:
     near = score(100, torch.float32)
     assert float((score(131_000, torch.float32) - near).abs().max()) < 0.1
     assert float((score(131_000, torch.bfloat16) - near).abs().max()) < 0.3
+
+
+def test_yarn_override_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    """transformers reads the scaling from config.json. We read a config.json without it, and the override."""
+    scaling = {key: value for key, value in tiny_families.YARN.items() if key != "rope_theta"}
+    case = make_case("qwen3-yarn", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_config(tmp_path, {"rope_scaling": scaling})
+    assert config == case.config and config != read_config(tmp_path)
+    ours = dataclasses.replace(case, config=config)
+    pages = Pages(config, [table_of(TOKENS)])
+    logits_TV = prefill(load_stages(ours, 2), case.ids_T, CUTS["ragged"], pages)
+    assert float(row_errors(logits_TV, case.logits_TV).max()) < 1e-4

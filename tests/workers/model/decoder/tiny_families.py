@@ -91,6 +91,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE, rope_parameters=YARN, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE | {"head_dim": 32}),
+    "qwen3-yarn": lambda: transformers.Qwen3Config(**SHAPE, rope_parameters=YARN),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, **MIXTURE),
     "qwen3-moe-mixed": lambda: transformers.Qwen3MoeConfig(
         **SHAPE, **MIXTURE, decoder_sparse_step=2, mlp_only_layers=[3]
