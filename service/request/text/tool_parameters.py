@@ -57,7 +57,9 @@ def parameter_rules(
                 said = " | ".join(json.dumps(choice) for choice in choices)
                 rules.append(f"{rule}_value: ({said}) {words(form.end)}")
             else:
-                rules.append(rf"{rule}_value[lazy]: /(.|\n)*/ {words(form.end)}")
+                # A rule with a special token may not be lazy, and need not: text cannot spell one.
+                lazy = "[lazy]" if words(form.end) == json.dumps(form.end) else ""
+                rules.append(rf"{rule}_value{lazy}: /(.|\n)*/ {words(form.end)}")
         else:
             inner = {**value} if isinstance(value, Mapping) else {}
             shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from deltafront.service.request.calls import Tools
 from deltafront.service.request.text.tool_calls import (
     FORMATS,
+    MARKS,
     CallPart,
     ToolCallParser,
     ToolFormat,
@@ -213,6 +216,17 @@ def test_parameters_beside_the_schema_cannot_be_written(
     grammar = tools_grammar(form, Tools((FUNCTION,), "required"), {}, None)
     with pytest.raises(GrammarError):
         grammars.begin(grammar, [*rendered(form, "plan", wrong).encode()])
+
+
+@BY_PARAMETERS
+def test_parameters_between_special_tokens_are_followed(tmp_path: Path, form: ToolFormat) -> None:
+    tokenizer = Tokenizer.from_file(str(write_model(tmp_path) / "tokenizer.json"))
+    tokenizer.add_special_tokens([*MARKS])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    special = {mark: tokenizer.token_to_id(mark) for mark in MARKS}
+    ids = tokenizer.encode(rendered(form, "plan", {"city": "a\nb", "days": 3}), add_special_tokens=False).ids
+    grammar = tools_grammar(form, Tools((FUNCTION,), "required", False), special, None)
+    assert Grammars(tmp_path, VOCABULARY + len(MARKS), (EOS,)).begin(grammar, ids).ended
 
 
 EXAMPLES = [
