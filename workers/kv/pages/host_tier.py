@@ -10,8 +10,9 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
+from deltafront.workers.kv.pages.eviction import CachedBlock
 from deltafront.workers.kv.pages.pool import PagePool, page_runs
-from deltafront.workers.kv.pages.prefix_cache import CachedBlock, PrefixCache
+from deltafront.workers.kv.pages.prefix_cache import PrefixCache
 from deltafront.workers.messages.prompts import PromptKey
 from deltafront.workers.messages.states import TierStats
 
@@ -68,7 +69,7 @@ class HostTier:
     def __init__(
         self, on_gpu: PrefixCache, layers: int, slots: int, move: Move, clock: Callable[[], float]
     ) -> None:
-        self.pool = PagePool(slots, prefix_cache=PrefixCache(clock))
+        self.pool = PagePool(slots, prefix_cache=PrefixCache(clock, above=on_gpu))
         self.too_late = 0
         """Number of blocks that were evicted from the GPU before they were copied."""
         self.on_kept: Callable[[Sequence[int]], None] = lambda _slots: None
@@ -193,12 +194,18 @@ class HostTier:
                 known.append(slot)
                 if (held := cache[slot]) is not block:
                     held.until = max(held.until, block.until)
+                    held.used, held.interval = block.used, block.interval
+                self._settle(page, block)
             elif self._on_gpu.get(page) is block:
                 new.append((page, block))
             else:
                 self.too_late += 1
         self.pool.incref(known)
         return new, known
+
+    def _settle(self, page: int, block: CachedBlock) -> None:
+        if self._on_gpu.get(page) is block:
+            self._on_gpu.settle([page])
 
     async def _keep(self, new: Sequence[tuple[int, CachedBlock]], known: Sequence[int]) -> None:
         # If too few slots are free or evictable, only the first pages of prompts are copied.
@@ -213,6 +220,8 @@ class HostTier:
                     self.pool.prefix_cache.restore([slot], [block])
                 else:
                     self.too_late += 1
+            for page, block in new[::-1]:
+                self._settle(page, block)
             self.on_kept([*slots, *known])
         finally:
             self.pool.release(slots)

@@ -1,55 +1,61 @@
 """The prefix cache: full KV pages that are kept after their requests, found by a prompt's root and hash
 chain.
 
-When space is needed, the least recently used page without references is evicted. A prompt's last page is
-evicted before its first, so that the remaining pages are still a prefix. Retained pages are evicted after all
-others. Only the event loop's thread uses this module.
+When space is needed, pages without references are evicted in the order of `eviction.py`. A page is evicted
+after the cached pages that follow it in a prompt, so that the remaining pages are still a prefix. Retained
+pages are evicted after all others. Only the event loop's thread uses this module.
 """
 
-from collections import OrderedDict
+from __future__ import annotations
+
+import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
+from deltafront.workers.kv.pages.eviction import REMEMBERED_PAGES, CachedBlock, EvictionOrder, Pasts
 from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, links_of
 
 
-@dataclass(slots=True)
-class CachedBlock:
-    """A cached block. All tiers that hold its KV share this object.
-
-    Attributes:
-        name: The prompt's root and the page's link in the hash chain.
-        until: The time at which its retention ends, by the clock of `PrefixCache`.
-        place: The page's index in the prompt.
-        before: The name of the previous page; empty for the first.
+@dataclass(frozen=True, slots=True)
+class _Evictable:
+    """Evictable pages, least recently used first, and whether each may be in `order`, which has those that no
+    cached page follows.
     """
 
-    name: bytes
-    until: float
-    place: int
-    before: bytes
+    pages: dict[int, bool] = field(default_factory=dict)
+    order: EvictionOrder = field(default_factory=EvictionOrder)
 
 
 class PrefixCache:
-    """The cached pages of a pool. `clock` returns seconds."""
+    """The cached pages of a pool.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    Args:
+        clock: Returns seconds.
+        above: The cache of the tier above, which says when blocks are used.
+        learns: Whether blocks learn when they return. Otherwise the least recently used is evicted first.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], *, above: PrefixCache | None = None, learns: bool = True
+    ) -> None:
+        self._clock, self._above, self._learns = clock, above, learns and above is None
+        self._pasts: Pasts = Pasts() if above is None else above._pasts
         self._pages: dict[bytes, int] = {}
         self._blocks: dict[int, CachedBlock] = {}
-        self._idle: OrderedDict[int, float] = OrderedDict()
-        """Evictable pages in the order of eviction, each with the time at which it was unpinned."""
-        self._retained: OrderedDict[int, float] = OrderedDict()
-        """Evictable pages that are retained, each with the time at which it was unpinned."""
-        self._soonest = float("inf")
-        """The earliest time at which the retention of a page in `_retained` ends."""
+        self._following: dict[bytes, int] = {}
+        """The number of cached pages that follow the page of this name."""
+        self._idle, self._retained = _Evictable(), _Evictable()
+        self._ends: list[tuple[float, int]] = []
+        """A heap of when retained pages' retention ends."""
         self.evicted = 0
         self.evicted_retained = 0
         """Number of pages that were evicted although still retained."""
         self.evicted_age_s = 0.0
-        self.on_evictable: Callable[[Sequence[int]], None] = lambda _pages: None
-        """Called with pages that have become evictable, in the order of their eviction."""
+        self.on_evictable: Callable[[Sequence[int]], None] = self.settle
+        """Called with pages that have become evictable, each before the page that it follows. Until `settle`
+        is called for them, other pages are evicted first."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -59,7 +65,7 @@ class PrefixCache:
 
     @property
     def evictable(self) -> int:
-        return len(self._idle) + len(self._retained)
+        return len(self._idle.pages) + len(self._retained.pages)
 
     def find(self, key: PromptKey, first: int = 0) -> tuple[tuple[int, ...], bool]:
         """Return the pages of a prompt's longest cached prefix, from page `first` on.
@@ -93,11 +99,14 @@ class PrefixCache:
         """
         now, new = self._clock(), list[int]()
         before = root + chain[(first - 1) * LINK_BYTES : first * LINK_BYTES] if first else b""
+        used, interval = math.inf, self._interval_of(before)
         links = links_of(chain[first * LINK_BYTES :])
         for place, (link, page) in enumerate(zip(links, islice(pages, first, None), strict=False), first):
             name = root + link
             if name not in self._pages and page not in self._blocks:
-                self._pages[name], self._blocks[page] = page, CachedBlock(name, now + retain_s, place, before)
+                if not place % REMEMBERED_PAGES:
+                    used, interval = self._pasts.take(name) or (used, interval)
+                self._hold(page, CachedBlock(name, now + retain_s, place, before, used, interval), now)
                 new.append(page)
             before = name
         return new
@@ -105,9 +114,29 @@ class PrefixCache:
     def restore(self, pages: Iterable[int], blocks: Iterable[CachedBlock]) -> None:
         """Cache pinned pages as blocks that another tier holds. Names and pages that are already cached stay
         unchanged."""
+        now = self._clock()
         for page, block in zip(pages, blocks, strict=True):
             if block.name not in self._pages and page not in self._blocks:
-                self._pages[block.name], self._blocks[page] = page, block
+                self._hold(page, block, now)
+
+    def _interval_of(self, name: bytes) -> float:
+        page = self._pages.get(name)
+        return 0.0 if page is None else self._blocks[page].interval
+
+    def _hold(self, page: int, block: CachedBlock, now: float) -> None:
+        self._pages[block.name], self._blocks[page] = page, block
+        if self._learns and block.used != math.inf:
+            block.returned(now)
+        if before := block.before:
+            others = self._following.get(before, 0)
+            self._following[before] = others + 1
+            if not others and (evictable := self._evictable(self._pages.get(before))):
+                evictable.order.discard(self._pages[before])
+
+    def _evictable(self, page: int | None) -> _Evictable | None:
+        if page in self._idle.pages:
+            return self._idle
+        return self._retained if page in self._retained.pages else None
 
     def __getitem__(self, page: int) -> CachedBlock:
         return self._blocks[page]
@@ -129,10 +158,26 @@ class PrefixCache:
         """Remove pinned pages from the cache, so that no prompt finds them."""
         for page in pages:
             if page in self._blocks:
-                del self._pages[self._blocks.pop(page).name]
+                self._rank(self._remove(page))
+
+    def _remove(self, page: int) -> int | None:
+        """Remove a page. Returns the page before it, if no other page follows that."""
+        block = self._blocks.pop(page)
+        del self._pages[block.name]
+        others = self._following.pop(block.before, 1) - 1
+        if others:
+            self._following[block.before] = others
+            return None
+        return self._pages.get(block.before)
+
+    def _rank(self, page: int | None) -> None:
+        """Make a page that no cached page follows a candidate, if it is evictable and settled."""
+        evictable = self._evictable(page)
+        if page is not None and evictable is not None and evictable.pages[page]:
+            evictable.order.add(page, self._blocks[page])
 
     def unpin(self, pages: Iterable[int]) -> list[int]:
-        """Make cached pages evictable. The first of `pages` is evicted first.
+        """Make cached pages evictable. A page comes before the page that it follows.
 
         Returns:
             Those of `pages` that are not cached.
@@ -144,48 +189,92 @@ class PrefixCache:
                 others.append(page)
                 continue
             idle.append(page)
+            if self._above is None or block.used == math.inf:
+                block.used = now
             if block.until > now:
-                self._retained[page] = now
-                self._soonest = min(self._soonest, block.until)
+                self._retained.pages[page] = False
+                heapq.heappush(self._ends, (block.until, page))
             else:
-                self._idle[page] = now
+                self._idle.pages[page] = False
         self.on_evictable(idle)
         return others
 
+    def settle(self, pages: Iterable[int]) -> None:
+        """Put evictable pages into the order of eviction: a tier below has copied them, or there is none."""
+        for page in pages:
+            evictable = self._evictable(page)
+            if evictable is not None:
+                evictable.pages[page] = True
+                if self._blocks[page].name not in self._following:
+                    evictable.order.add(page, self._blocks[page])
+
     def pin(self, pages: Iterable[int]) -> None:
         """Protect these pages from eviction until `unpin`."""
+        now = self._clock()
         for page in pages:
-            self._idle.pop(page, None)
-            self._retained.pop(page, None)
+            evictable = self._evictable(page)
+            if evictable is not None:
+                del evictable.pages[page]
+                evictable.order.discard(page)
+                if self._learns:
+                    self._blocks[page].returned(now)
 
     def evict(self, count: int) -> list[int]:
         """Evict `count` evictable pages, and return them."""
-        self._end_retention()
-        unretained = min(count, len(self._idle))
-        evicted = [self._idle.popitem(last=False) for _ in range(unretained)]
-        evicted += [self._retained.popitem(last=False) for _ in range(count - unretained)]
-        gone = [page for page, _unpinned in evicted]
+        now = self._clock()
+        self._end_retention(now)
+        gone: list[int] = []
+        for evictable in (self._idle, self._retained):
+            before = len(gone)
+            while len(gone) < count and evictable.pages:
+                gone += self._evict_run(evictable, count - len(gone), now)
         self.evicted += count
-        self.evicted_retained += count - unretained
-        self.evicted_age_s += count * self._clock() - sum(unpinned for _page, unpinned in evicted)
-        self.drop(gone)
+        self.evicted_retained += len(gone) - before
         return gone
+
+    def _evict_run(self, evictable: _Evictable, most: int, now: float) -> list[int]:
+        """Evict the first page, and then each page before it that ranks as it does."""
+        page = evictable.order.pop(now)
+        if page is None:  # a page that is in use follows each, or a tier below copies them
+            page = next(iter(evictable.pages))
+        run: list[int] = []
+        first = self._blocks[page]
+        while len(run) < most:
+            block = self._blocks[page]
+            if (run and not evictable.pages.get(page)) or not block.ranks_as(first):
+                break
+            del evictable.pages[page]
+            if not block.place % REMEMBERED_PAGES:
+                self._pasts.keep(block)
+            run.append(page)
+            before = self._remove(page)
+            if before is None:
+                break
+            page = before
+        self.evicted_age_s += len(run) * (now - first.used)
+        self._rank(page)
+        return run
 
     def clear(self) -> list[int]:
         """Remove all pages from the cache, and return the evictable ones."""
-        gone = [*self._idle, *self._retained]
-        self._idle.clear()
-        self._retained.clear()
+        gone = [*self._idle.pages, *self._retained.pages]
+        self._idle, self._retained = _Evictable(), _Evictable()
+        self._ends.clear()
+        self._following.clear()
         self._pages.clear()
         self._blocks.clear()
         return gone
 
-    def _end_retention(self) -> None:
-        now = self._clock()
-        if now < self._soonest:
-            return
-        over = [page for page in self._retained if self._blocks[page].until <= now]
-        idle = [*self._idle.items(), *((page, self._retained.pop(page)) for page in over)]
-        self._idle = OrderedDict(sorted(idle, key=lambda one: one[1]))
-        left = (self._blocks[page].until for page in self._retained)
-        self._soonest = min(left, default=float("inf"))
+    def _end_retention(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            _, page = heapq.heappop(self._ends)
+            if page not in self._retained.pages:
+                continue
+            until = self._blocks[page].until
+            if until > now:
+                heapq.heappush(self._ends, (until, page))
+                continue
+            self._idle.pages[page] = self._retained.pages.pop(page)
+            self._retained.order.discard(page)
+            if self._blocks[page].name not in self._following:
+                self._rank(page)

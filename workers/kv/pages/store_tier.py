@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from deltafront.workers.kv.pages.eviction import CachedBlock
 from deltafront.workers.kv.pages.host_tier import HostTier
 from deltafront.workers.kv.pages.pool import OutOfPages
-from deltafront.workers.kv.pages.prefix_cache import CachedBlock, PrefixCache
+from deltafront.workers.kv.pages.prefix_cache import PrefixCache
 from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey
 from deltafront.workers.messages.states import TierStats
 
@@ -74,7 +75,7 @@ class StoreTier:
         self.lost = 0
         """Number of groups that could not be saved or loaded."""
         self._host, self._stored, self._date, self._room = host, stored, date, room
-        self._groups = PrefixCache(clock)
+        self._groups = PrefixCache(clock, learns=False)
         """The groups on disk. Each has a number in place of a page."""
         self._names: dict[int, bytes] = {}
         self._numbers = itertools.count()

@@ -1,0 +1,53 @@
+"""The learned order of eviction against least recently used and against Belady's, on small traces."""
+
+from __future__ import annotations
+
+import random
+
+from deltafront.benchmarks.eviction import Trace, Uses, chats, found_in_order, learned, sessions, share
+
+PAGE = 512
+"""Tokens of a page of sessions here."""
+
+
+def shares(trace: Trace, pages: int, kind: str) -> tuple[float, float, float]:
+    """Return the found shares: least recently used, learned, known."""
+    uses = Uses(trace)
+    orders = (
+        found_in_order(trace, pages, uses.since_last),
+        learned(trace, pages),
+        found_in_order(trace, pages, uses.until_next),
+    )
+    least, mine, known = (share(trace, found, kind) for found in orders)
+    return least, mine, known
+
+
+def test_sessions_that_do_not_fit_are_found_far_more_often_than_by_lru() -> None:
+    for seed in range(3):
+        trace = sessions(random.Random(seed), 16, 0.3, PAGE)
+        least, mine, known = shares(trace, 327_680 // PAGE, "session")
+        assert least + 0.15 < mine < known, seed
+
+
+def test_short_chats_that_end_lose_at_most_three_hundredths() -> None:
+    for seed in range(3):
+        trace = chats(random.Random(seed), 2.0, 300.0)
+        for pages in (3_000, 12_000):
+            least, mine, known = shares(trace, pages, "chat")
+            assert least - 0.03 < mine < known, (seed, pages)
+
+
+def test_all_is_found_again_where_all_fits() -> None:
+    trace = sessions(random.Random(0), 4, 0.3, PAGE)
+    least, mine, known = shares(trace, 4 * 105_000 // PAGE, "session")
+    assert least == mine == known
+
+
+def test_orders_by_last_and_next_use_know_the_trace() -> None:
+    trace = sessions(random.Random(1), 2, 0.3, PAGE)
+    uses, turn = Uses(trace), trace[5]
+    name = turn.conversation
+    own = [one.at for one in trace if one.conversation == name]
+    now = turn.at + 0.001
+    assert uses.since_last(name, now) == now - turn.at
+    assert uses.until_next(name, now) == min(at for at in own if at > now) - now
