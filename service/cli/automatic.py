@@ -5,8 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deltafront.kernels.constants import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
-from deltafront.service.cli.planner import Demand, HostPlan, best, configuration, gpus_needed, longest, uses
-from deltafront.service.cli.size import GIB, kv_bytes
+from deltafront.service.cli.planner import (
+    Demand,
+    HostPlan,
+    best,
+    configuration,
+    gpus_needed,
+    kept_gib,
+    longest,
+    uses,
+)
+from deltafront.service.cli.size import host_gib, host_reason
 from deltafront.service.config import RECOMPUTED, ConfigError
 from deltafront.service.local.machine import Gpu, Machine
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
@@ -15,11 +24,6 @@ from deltafront.workers.settings import KVDtype, PrefillConfig
 
 CPU_TOKENS = 32_768
 """The longest context on CPUs without --max-model-len."""
-_HOST_SHARE = 0.5
-"""The largest share of the free host memory for the prefix cache."""
-_HOST_PAGES = 2
-"""The most host memory for the prefix cache, as a multiple of the GPUs' KV cache. It is pinned at the start,
-which takes seconds for tens of GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +132,10 @@ def _on_gpus(
             f"{len(gpus)} × {gpus[0].name} cannot be used with such --stages and --tensor-parallel"
         )
     demand, plan = _plan(demand, asked=wishes.max_model_len is not None)
-    kept = kv_bytes(model, model.layers, demand.dtype, demand.kv_dtype) * plan.decode_tokens / GIB
-    demand = replace(demand, host_cache_gib=host_gib(machine.free_gib, kept))
+    demand = replace(demand, host_cache_gib=host_gib(machine.free_gib, kept_gib(demand, plan)))
     content = configuration(demand, plan, path)
     content["model"]["max_position_embeddings"] = plan.tokens
-    return Choice(content, (_described(gpus, demand, plan), _lengths(model, plan)))
+    return Choice(content, (_described(gpus, demand, plan, machine.free_gib), _lengths(model, plan)))
 
 
 def _plan(demand: Demand, asked: bool) -> tuple[Demand, HostPlan]:
@@ -158,19 +161,13 @@ def _kv_dtype(name: str | None) -> KVDtype | None:
     return "int8" if name == "int8" else None
 
 
-def host_gib(free_gib: float, kept_gib: float) -> float:
-    """Choose the prefix cache's host memory in GiB. It has copies of all cached blocks on the GPUs, so less
-    memory than the GPUs' is useless, and the result is 0."""
-    gib = int(min(_HOST_SHARE * free_gib, _HOST_PAGES * kept_gib))
-    return float(gib) if gib > kept_gib else 0.0
-
-
-def _described(gpus: Sequence[Gpu], demand: Demand, plan: HostPlan) -> str:
+def _described(gpus: Sequence[Gpu], demand: Demand, plan: HostPlan, free_gib: float) -> str:
     use, count = plan.use, len(gpus)
     weights, kv = use.quantisation or demand.dtype, demand.kv_dtype or demand.dtype
     parts = [f"{count} × {gpus[0].name}", _shared(plan), f"weights {weights}", f"KV cache {kv}"]
     if demand.host_cache_gib:
-        parts.append(f"{demand.host_cache_gib:g} GiB of host memory for the prefix cache")
+        why = host_reason(free_gib, kept_gib(demand, plan))
+        parts.append(f"{demand.host_cache_gib:g} GiB of host memory for the prefix cache ({why})")
     return ", ".join(parts)
 
 

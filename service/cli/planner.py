@@ -10,6 +10,7 @@ from deltafront.service.cli.size import (
     RESERVE_GIB,
     brought_back_bytes,
     host_tokens,
+    kv_bytes,
     rank_bytes,
     rank_counts,
     stage_bytes,
@@ -162,6 +163,12 @@ def gpus_needed(demand: Demand) -> int | None:
     return next((count for count in counts if best(replace(demand, gpus=count))), None)
 
 
+def kept_gib(demand: Demand, found: HostPlan) -> float:
+    """Return the GiB of the decode worker's KV cache, over all ranks."""
+    token_bytes = kv_bytes(demand.model, demand.model.layers, demand.dtype, demand.kv_dtype)
+    return token_bytes * found.decode_tokens / GIB
+
+
 def cache_tokens(tokens: int) -> int:
     """Round a cache size up to full pages, and to the minimum of warm-up."""
     return max(pages_for(tokens) * PAGE_TOKENS, _LEAST_TOKENS)
@@ -219,7 +226,12 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
     return {"model": model, "prefill": prefill, "decode": decode, "handoff": {"transport": transport}}
 
 
-def explained(demand: Demand, found: HostPlan) -> list[str]:
+def explained(demand: Demand, found: HostPlan, host_reason: str = "") -> list[str]:
+    """Explain each choice in a line.
+
+    Args:
+        host_reason: Why the host memory has its size; empty: it was asked for.
+    """
     use, context, kept = found.use, cache_tokens(found.tokens), demand.reserve_gib
     stage, rank = (size / GIB for size in (found.stage_bytes, found.rank_bytes))
     weights = rank_bytes(demand.model, use.ranks, 0, demand.dtype, use.quantisation) / GIB
@@ -249,8 +261,10 @@ def explained(demand: Demand, found: HostPlan) -> list[str]:
         tokens = host_tokens(demand.model, demand.host_cache_gib, demand.dtype, demand.kv_dtype)
         lines.append(
             f"decode.host_cache_gib {demand.host_cache_gib:g}: pinned host memory for {tokens:,} cached "
-            "tokens, including those on the GPUs"
+            "tokens, including those on the GPUs" + (f"; {host_reason}" if host_reason else "")
         )
+    elif host_reason:
+        lines.append(f"decode.host_cache_gib 0: it would hold no more than the pages; {host_reason}")
     if demand.kv_dtype:
         lines.insert(2, f"decode.kv_dtype {demand.kv_dtype}: KV cache in 8 bits, as requested")
     lines[1:1] = beyond_training(demand.model, demand.tokens)

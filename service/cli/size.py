@@ -19,6 +19,12 @@ RESERVE_GIB = 8.0
 """Memory of each process on a GPU besides weights and KV cache: the CUDA context and NCCL (1 GiB), an MLP's
 activations of 16,384 tokens (3 GiB for 70B), tile selection (2.9 GiB at 524,288 tokens: docs/performance.md),
 CUDA graphs."""
+HOST_SHARE = 0.5
+"""The largest share of the free host memory for the prefix cache. The rest is for weights that are being
+loaded, Ray's object store (30%) and the processes."""
+HOST_PAGES = 2
+"""The most host memory for the prefix cache, as a multiple of the GPUs' KV cache. It is pinned at the start,
+which takes seconds for tens of GiB."""
 
 
 _8B = ModelConfig(
@@ -233,6 +239,17 @@ def sizing(
 def host_tokens(model: ModelConfig, gib: float, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
     """Return the tokens whose KV fits into `gib` GiB of host memory, in full pages of all ranks."""
     return int(gib * GIB) // (PAGE_TOKENS * kv_bytes(model, model.layers, dtype, kv_dtype)) * PAGE_TOKENS
+
+
+def host_gib(free_gib: float, kept_gib: float) -> float:
+    """Choose the prefix cache's host memory in GiB. It has copies of all cached blocks on the GPUs, so less
+    memory than theirs (`kept_gib`) is useless, and the result is 0."""
+    gib = int(min(HOST_SHARE * free_gib, HOST_PAGES * kept_gib))
+    return float(gib) if gib > kept_gib else 0.0
+
+
+def host_reason(free_gib: float, kept_gib: float) -> str:
+    return f"at most {HOST_PAGES} × the GPUs' {kept_gib:.0f} and {HOST_SHARE:.0%} of {free_gib:.0f} free"
 
 
 def check(

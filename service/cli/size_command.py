@@ -1,6 +1,7 @@
 """`deltafront size`: the GPUs and memory that a model needs, or a configuration for given GPUs."""
 
 import json as json_format
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,11 +21,23 @@ from deltafront.service.cli.planner import (
     configuration,
     explained,
     gpus_needed,
+    kept_gib,
     longest,
     missing_bytes,
     uses,
 )
-from deltafront.service.cli.size import DTYPE_BYTES, GIB, RESERVE_GIB, SHAPES, Sizing, check, row, sizing
+from deltafront.service.cli.size import (
+    DTYPE_BYTES,
+    GIB,
+    RESERVE_GIB,
+    SHAPES,
+    Sizing,
+    check,
+    host_gib,
+    host_reason,
+    row,
+    sizing,
+)
 from deltafront.service.cli.terminal import err, fail
 from deltafront.service.config import ConfigError, parse
 from deltafront.workers.model.directory.config_file import read_config
@@ -70,6 +83,13 @@ def size_command(
     host_cache_gib: Annotated[
         float, typer.Option(help="decode.host_cache_gib: prints how many tokens this memory holds.")
     ] = 0.0,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--host-gib",
+            help="With --gpus: the host's free memory in GiB, from which decode.host_cache_gib is chosen.",
+        ),
+    ] = None,
     reserve_gib: Annotated[float, typer.Option(help="Memory kept free on each GPU in GiB.")] = RESERVE_GIB,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per result.")] = False,
     gpus: Annotated[
@@ -98,10 +118,10 @@ def size_command(
     how |= {"kv_dtype": kv_dtype, "host_cache_gib": host_cache_gib}
     how |= {"ranks": tensor_parallel, "reserve_gib": reserve_gib}
     if gpus is not None:
-        _plan(models or [], tokens or [], gpus, how | {"concurrency": concurrency}, json, write)
+        _plan(models or [], tokens or [], gpus, how | {"concurrency": concurrency}, host_memory, json, write)
         return
-    if write is not None:
-        fail("--write: goes with --gpus")
+    if write is not None or host_memory is not None:
+        fail("--write: goes with --gpus, and so does --host-gib")
     try:
         shapes = {name: _shape(name) for name in models or SHAPES}
         sizings = [
@@ -129,16 +149,26 @@ def _plan(
     tokens: Sequence[int],
     gpus: str,
     how: dict[str, Any],
+    host_free_gib: float | None,
     json: bool,
     write: Path | None,
 ) -> None:
     if len(models) != 1 or len(tokens) > 1:
         fail("--gpus: takes one model and one number of --tokens")
+    if host_free_gib is not None and how["host_cache_gib"]:
+        fail("--host-gib: chooses what --host-cache-gib gives, so take one of them")
+    if host_free_gib is not None and not 0 < host_free_gib < math.inf:
+        fail(f"--host-gib {host_free_gib:g}: must be finite, and above 0")
     try:
         demand = _demand(models[0], tokens, gpus, how)
         found = best(demand)
         if found is None:
             fail("\n".join(_what_fits(demand)))
+        reason = ""
+        if host_free_gib is not None:
+            kept = kept_gib(demand, found)
+            reason = host_reason(host_free_gib, kept)
+            demand = replace(demand, host_cache_gib=host_gib(host_free_gib, kept))
         content = configuration(demand, found, _path(models[0]))
         settings = parse(content, "size")
         settings.check_against(demand.model, None)
@@ -146,7 +176,7 @@ def _plan(
             refuse_unscaled(settings.model.overrides, demand.model.positions, demand.model.architecture)
     except (ConfigError, ModelError, ValueError) as error:
         fail(str(error))
-    lines = explained(demand, found)
+    lines = explained(demand, found, reason)
     if json:
         print(json_format.dumps(asdict(found) | {"configuration": content}))
     else:

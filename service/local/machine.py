@@ -61,6 +61,17 @@ def check_machine(settings: ServiceConfig) -> None:
     for section in ("prefill", "decode"):
         if getattr(settings, section).device == "cuda" and (reason := why_no_cuda()):
             raise ConfigError(f"{section}.device: cuda cannot be used: {reason}; cpu can")
+    _check_host_cache(settings)
+
+
+def _check_host_cache(settings: ServiceConfig) -> None:
+    decode, free = settings.decode, _free_bytes() / (1 << 30)
+    wanted = decode.host_cache_gib * max(decode.workers, decode.max_workers or 1)
+    if wanted > free:
+        raise ConfigError(
+            f"decode.host_cache_gib: {decode.host_cache_gib:g} for each decode worker is {wanted:g} GiB, "
+            f"but {free:.1f} GiB of this machine's memory are free: lower it, or 0"
+        )
 
 
 def _check_open_files() -> None:

@@ -12,7 +12,15 @@ import pytest
 
 from deltafront.benchmarks import overlays
 from deltafront.benchmarks.overlays import quantity
-from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, rank_bytes, stage_bytes
+from deltafront.service.cli.size import (
+    GIB,
+    RESERVE_GIB,
+    SHAPES,
+    kv_bytes,
+    rank_bytes,
+    stage_bytes,
+    weight_bytes,
+)
 from deltafront.service.config import ServiceConfig
 
 from .manifests import OVERLAYS, container, ray_service, settings, worker_groups
@@ -77,6 +85,20 @@ def test_weights_and_kv_fit_the_requested_gpus(overlay: str) -> None:
         ((expression,),) = [term["matchExpressions"] for term in terms]
         assert (expression["key"], expression["operator"]) == ("nvidia.com/gpu.memory", "Gt")
         assert need <= int(expression["values"][0]) << 20, f"{overlay}: {name} needs {need / GIB:.1f} GiB"
+
+
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "cpu"])
+def test_host_cache_exceeds_the_gpus_kv_and_fits_the_pod(overlay: str) -> None:
+    """A pod also needs room for Ray's object store (30%), weights on their way and 8 GiB of processes."""
+    config = settings(overlay)
+    decode, model = config.decode, config.model
+    shape = SHAPES["70b" if "70b" in model.path else "8b"]
+    kept = decode.cache_tokens * kv_bytes(shape, shape.layers, model.dtype, decode.kv_dtype)
+    weights = weight_bytes(shape, range(shape.layers), model.dtype, model.quantisation)
+    group = worker_groups(overlay)[dict(decode.node_labels)["ray.io/node-group"]]
+    memory = quantity(container(group["template"])["resources"]["limits"]["memory"])
+    host = decode.host_cache_gib * GIB
+    assert 1.5 * kept < host <= 0.7 * memory - weights - 8 * GIB
 
 
 def test_ranks_beside_stages_have_own_gpus_and_no_second_worker_fits() -> None:

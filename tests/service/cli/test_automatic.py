@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from deltafront.service.cli.automatic import CPU_TOKENS, Wishes, choose, host_gib
+from deltafront.service.cli.automatic import CPU_TOKENS, Wishes, choose
 from deltafront.service.cli.planner import Demand, best, configuration
-from deltafront.service.cli.size import SHAPES
+from deltafront.service.cli.size import SHAPES, host_gib
 from deltafront.service.config import ConfigError, parse
 from deltafront.service.local.machine import Gpu, Machine
 
@@ -125,4 +125,4 @@ def test_host_cache_is_larger_than_the_gpus_or_off() -> None:
     assert host_gib(free_gib=60.0, kept_gib=40.0) == 0.0
     choice = choose(EIGHT, "here", machine(1, free_gib=200.0), Wishes())
     assert choice.content["decode"]["host_cache_gib"] > 0
-    assert "GiB of host memory for the prefix cache" in choice.lines[0]
+    assert "GiB of host memory for the prefix cache (at most 2 × the GPUs' " in choice.lines[0]

@@ -266,5 +266,14 @@ def test_size_writes_and_prints_host_memory(tmp_path: Path) -> None:
     assert "decode.host_cache_gib 64: pinned host memory" in done.stdout
     assert "524,288 cached tokens" in done.stdout and load(file).decode.host_cache_gib == 64.0
     assert "host_cache_gib" not in run("size", "8b", "--gpus", "8x80").stdout
+    chosen = run("size", "8b", "--gpus", "1x80", "--host-gib", "300", "--write", file)
+    kept = load(file).decode.cache_tokens * 131_072 / 2**30
+    assert load(file).decode.host_cache_gib == int(2 * kept) < 150
+    assert f"at most 2 × the GPUs' {kept:.0f} and 50% of 300 free" in chosen.stdout
+    scarce = run("size", "8b", "--gpus", "1x80", "--host-gib", "60", "--write", file)
+    assert "decode.host_cache_gib 0: it would hold no more" in scarce.stdout
+    assert load(file).decode.host_cache_gib == 0.0
+    both = run("size", "8b", "--gpus", "1x80", "--host-gib", "60", "--host-cache-gib", "8")
+    assert both.exit_code == 1 and "--host-gib" in both.stderr
     failed = run("size", "8b", "--gpus", "8x80", "--host-cache-gib", "-1")
     assert failed.exit_code == 1 and "host_cache_gib = -1" in failed.stderr

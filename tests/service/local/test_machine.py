@@ -98,6 +98,20 @@ def test_free_memory_respects_the_cgroup_limit(tmp_path: Path, monkeypatch: pyte
     assert this_machine().free_gib > 0.1
 
 
+def test_refuses_more_host_cache_than_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CGROUP_LIMIT", tmp_path / "memory.max")
+    (tmp_path / "memory.current").write_text("0\n")
+    (tmp_path / "memory.max").write_text(f"{1 << 29}\n")
+    given = content()
+    given["decode"] |= {"host_cache_gib": 0.25, "workers": 2}
+    check_machine(parse(given))
+    given["decode"]["workers"] = 3
+    with pytest.raises(
+        ConfigError, match=r"^decode\.host_cache_gib: 0\.25 for each .* 0\.75 GiB, but 0\.5 GiB"
+    ):
+        check_machine(parse(given))
+
+
 @pytest.mark.parametrize(
     ("found", "says"),
     [

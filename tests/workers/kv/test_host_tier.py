@@ -288,8 +288,9 @@ def test_host_memory_evicts_the_least_recently_used_leaves(
             new = new[max(0, len(new) - (slots - len(seen))) :]
             used |= dict.fromkeys(seen, number)
             while len(used) + len(new) > slots:
-                leaves = [one for one in used if one not in seen and not {one + "a", one + "b"} & used.keys()]
-                del used[min(leaves, key=lambda one: used[one])]
+                idle = [one for one in used if one not in seen]
+                leaves = [one for one in idle if not {one + "a", one + "b"} & used.keys()]
+                del used[min(leaves or idle, key=lambda one: used[one])]
             used |= dict.fromkeys(new, number)
             cache = setup.host.pool.prefix_cache
             assert len(cache) == len(used) and all(cache.page_of(name_of(one)) is not None for one in used)
