@@ -212,6 +212,9 @@ class DecodeConfig(WorkerConfig):
     store_gib: Positive = 100.0
     """Maximum size of a worker's files in GiB. It evicts the least recently used."""
     max_batch: Count = 16
+    target_gap_ms: NonNegative = 0.0
+    """While prompts are being prefilled for this worker, the fewest milliseconds from the start of one decode
+    step to the next, so that prefill on the same GPU has more of it. 0: no pause."""
     max_wait_s: NonNegative = 10.0
     """Maximum number of seconds that a request waits for free pages. A request that is expected to wait
     longer is refused at once."""

@@ -119,7 +119,13 @@ class DecodeEngine:
             in_place = isinstance(own, MappedReader)
             self._tiers = Tiers(self._requests, on_ranks, room, clock, in_place=in_place)
         self._scheduler = DecodeScheduler(
-            self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
+            self._runner,
+            self._threads[0],
+            self._before_first,
+            config,
+            model.eos_ids,
+            clock,
+            prompts_wait=lambda: self._requests.unended > self._scheduler.submitted,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._unavailable = _STARTING

@@ -6,6 +6,7 @@ compute thread, everything else on the event loop's thread.
 """
 
 import asyncio
+import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ class DecodeScheduler:
 
     Args:
         before_first: Called once for each request, before its first token is delivered.
+        prompts_wait: Says whether prompts are being prefilled for this worker.
     """
 
     def __init__(
@@ -53,11 +55,15 @@ class DecodeScheduler:
         config: DecodeConfig,
         eos_ids: Sequence[int],
         clock: Callable[[], float],
+        prompts_wait: Callable[[], bool] = lambda: False,
     ) -> None:
         self._runner = runner
         self._thread = thread
         self._before_first = before_first
         self._clock = clock
+        self._prompts_wait = prompts_wait
+        self._stepped = -math.inf
+        """The time at which the last decode step started."""
         self._config = config
         self._eos_ids = frozenset(eos_ids)
         self._waiting: deque[DecodeRequest] = deque()
@@ -114,10 +120,29 @@ class DecodeScheduler:
             if (request := self._next_to_read()) is not None:
                 await self._read(request)
             self.drop_ended()
-            if self._running or self._ahead:
+            if (pause := self._pause_s()) > 0.0:
+                await self._woken_within(pause)
+            elif self._running or self._ahead:
                 await self._decode()
         if self._ahead:
             await self._decode()
+
+    @property
+    def _paced(self) -> bool:
+        return self._config.target_gap_ms > 0.0 and self._prompts_wait()
+
+    def _pause_s(self) -> float:
+        """Return the seconds to wait before the next decode step. A step that was launched ahead is not
+        delayed.
+        """
+        if not self._running or self._ahead or not self._paced:
+            return 0.0
+        return self._stepped + self._config.target_gap_ms / 1000 - self._clock()
+
+    async def _woken_within(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
 
     def _has_work(self) -> bool:
         may_admit = self._waiting and self.running < self._config.max_batch
@@ -219,6 +244,7 @@ class DecodeScheduler:
         pass is then launched first, and the masks are computed while it runs.
         """
         launched, self._ahead = self._ahead, None
+        self._stepped = self._clock()
         requests = tuple(self._running) if launched is None else launched.requests
         rows = [request.row for request in requests]
         next_rows = (
@@ -256,7 +282,7 @@ class DecodeScheduler:
         known yet, is an end-of-sequence token."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._next_to_read():
             return False
-        if list(requests) != self._running:
+        if list(requests) != self._running or self._paced:
             return False
         return all(request.ended is None and request.left > 1 for request in requests)
 

@@ -3,9 +3,11 @@ nothing."""
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -121,6 +123,68 @@ class Scene:
         for request in self.all:
             request.close(FinishReason.CANCELLED, "the worker is shutting down")
         self.scheduler.stop()
+
+
+class Paced:
+    """A request that answers with three tokens while `waiting` says that prompts are being prefilled."""
+
+    def __init__(self, gap_ms: float) -> None:
+        scene = Scene(True, alone=True)
+        self.launched: list[float] = []
+        self.waiting = True
+        clock = asyncio.get_running_loop().time
+        config = DecodeConfig(cache_tokens=512, page_selection="full", max_batch=2, target_gap_ms=gap_ms)
+        self.scheduler = DecodeScheduler(
+            self,  # type: ignore[arg-type]
+            Inline(),
+            lambda _request: None,
+            config,
+            (),
+            clock,
+            lambda: self.waiting,
+        )
+        self.request = scene.request("answers")
+        self.scheduler.submit(self.request)
+        self.clock, self.asynchronous = clock, True
+        self.first_tokens = scene.runner.first_tokens
+
+    def launch(self, rows: Sequence[Row], masks: Any = ()) -> Step:
+        self.launched.append(self.clock())
+        return Step(len(rows))
+
+    async def run(self) -> list[float]:
+        """Return the seconds between the launches of its steps."""
+        running = asyncio.create_task(self.scheduler.run())
+        async with asyncio.timeout(60):
+            while self.request.ended is None:
+                await asyncio.sleep(0.001)
+        self.scheduler.stop()
+        await running
+        assert self.request.produced == 3
+        return [after - before for before, after in pairwise(self.launched)]
+
+
+async def test_steps_keep_the_target_gap_while_prompts_wait() -> None:
+    gaps = await Paced(20.0).run()
+    assert len(gaps) == 1 and gaps[0] >= 0.019, "and none is launched ahead"
+
+
+async def test_pause_between_steps_ends_when_the_scheduler_stops() -> None:
+    paced = Paced(3_600_000.0)
+    running = asyncio.create_task(paced.scheduler.run())
+    async with asyncio.timeout(60):
+        while not paced.launched:
+            await asyncio.sleep(0.001)
+        paced.scheduler.stop()
+        await running
+    assert len(paced.launched) == 1
+
+
+@pytest.mark.parametrize(("gap_ms", "waiting"), [(0.0, True), (3_600_000.0, False)])
+async def test_steps_do_not_pause_without_a_gap_or_waiting_prompts(gap_ms: float, waiting: bool) -> None:
+    paced = Paced(gap_ms)
+    paced.waiting = waiting
+    assert len(await paced.run()) == 1
 
 
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
