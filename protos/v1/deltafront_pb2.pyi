@@ -190,12 +190,14 @@ class Constraint(_message.Message):
     def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("tokens_done", "tokens_total")
+    __slots__ = ("tokens_done", "tokens_total", "expected_first_token_seconds")
     TOKENS_DONE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     tokens_done: int
     tokens_total: int
-    def __init__(self, tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ...) -> None: ...
+    expected_first_token_seconds: float
+    def __init__(self, tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ..., expected_first_token_seconds: _Optional[float] = ...) -> None: ...
 
 class TimingPart(_message.Message):
     __slots__ = ("name", "seconds")

@@ -22,6 +22,7 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 """Headers of a stream. The last one tells nginx not to buffer events."""
+EXPECTED_HEADER = "x-expected-first-token-seconds"
 _LINE_S = 1.0
 """The shortest time between two keep-alive lines. Some clients give up after 300 of them."""
 EMPTY_LINE = b" \n"
@@ -47,6 +48,7 @@ class EventStream:
         self._named = named
         self._keep_alive = keep_alive
         self._skipped_at = -_LINE_S
+        self._headers = list(_HEADERS)
         self.started = False
 
     async def send_json(self, objects: Iterable[Any]) -> None:
@@ -61,10 +63,22 @@ class EventStream:
             self._skipped_at = now
             await self.write(f": {comment}\n".encode() if self._comments else self._keep_alive)
 
+    async def expect(self, seconds: float) -> None:
+        """Say in a header when the first token is expected.
+
+        A client that will wait is told at once. Otherwise an error can still have its own HTTP status. Only the
+        first of several choices counts.
+        """
+        if len(self._headers) > len(_HEADERS):
+            return
+        self._headers.append((EXPECTED_HEADER.encode(), f"{seconds:.3f}".encode()))
+        if seconds >= _LINE_S:
+            await self.skipped(f"first token expected in {seconds:.1f} s")
+
     async def write(self, data: bytes) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:

@@ -34,6 +34,7 @@ class Need:
     Attributes:
         prefill_tokens: Tokens of the whole prompt.
         found_tokens: Tokens of the prompt that a prefix hit has.
+        method: The attention method that prefills it.
         recompute_tokens: Tokens of the pages for recomputed blocks.
     """
 
@@ -42,6 +43,7 @@ class Need:
     seconds_left: float | None = None
     recompute_tokens: int = 0
     found_tokens: int = 0
+    method: str = ""
 
     @property
     def new_tokens(self) -> int:
@@ -84,7 +86,7 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
             f"{need.prefill_tokens} prompt tokens and {need.answer_tokens} of answer{again} are more than "
             "any worker can hold: shorten them, or let the operator raise cache_tokens",
         )
-    rejections = [(g, _deadline_rejection(need, g)) for g in sorted(able, key=_group_rank)]
+    rejections = [(g, _deadline_rejection(need, g)) for g in sorted(able, key=lambda g: _group_rank(need, g))]
     in_time = [g for g, rejection in rejections if rejection is None]
     if not in_time:
         return min((r for _, r in rejections if r is not None), key=lambda r: r.retry_after_s or math.inf)
@@ -94,19 +96,23 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
 
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:
-    """Predict the seconds until the group has prefilled its queue and this prompt; None without a recent
-    rate.
+    """Predict the seconds until the group has prefilled what comes before this prompt, and the prompt; None
+    without a recent cost.
     """
-    if group.rate <= 0:
-        return None
-    return (group.waiting_tokens + need.new_tokens) / group.rate
+    alone = alone_s(need, group)
+    return None if alone is None else group.wait_s(need.new_tokens) + alone
+
+
+def alone_s(need: Need, group: GroupStats) -> float | None:
+    """Predict the seconds of the prompt's own prefill; None without a recent cost."""
+    cost = group.cost(need.method) if group.recent else None
+    return None if cost is None else cost.seconds(need.found_tokens, need.prefill_tokens)
 
 
 def _deadline_rejection(need: Need, group: GroupStats) -> Rejected | None:
-    ttft = predicted_ttft(need, group)
-    if need.seconds_left is None or ttft is None or ttft <= need.seconds_left:
+    ttft, alone = predicted_ttft(need, group), alone_s(need, group)
+    if need.seconds_left is None or ttft is None or alone is None or ttft <= need.seconds_left:
         return None
-    alone = need.new_tokens / group.rate
     if alone > need.seconds_left:
         return Rejected(
             Reason.TOO_SLOW,
@@ -127,8 +133,8 @@ def _worker_rank(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bo
     return full, -worker.pages_free - bonus, worker.running, worker.name
 
 
-def _group_rank(group: GroupStats) -> tuple[float, int, int, str]:
+def _group_rank(need: Need, group: GroupStats) -> tuple[float, int, int, str]:
     """Return a sort key: the shortest wait first. A group without a rate counts as one token per second."""
-    rate = group.tokens_per_second  # an old rate is good enough here
-    wait = group.waiting_tokens / rate if rate > 0 else float(group.waiting_tokens)
+    known = group.tokens_per_second > 0  # an old rate is good enough here
+    wait = group.wait_s(need.new_tokens) if known else float(group.waiting_tokens)
     return wait, group.waiting_tokens, group.running + group.waiting, group.name

@@ -14,12 +14,16 @@ _H = TypeVar("_H")
 
 @dataclass(frozen=True)
 class Charge:
-    """The load of an admitted request: tokens in a group's queue, and pages of a decode worker."""
+    """The load of an admitted request: tokens in a group's queue, and pages of a decode worker.
+
+    `seconds` is the expected time of its prefill; None: not known.
+    """
 
     group: str
     tokens: int
     worker: str
     pages: int
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,12 @@ class FleetView:
         groups, workers = dict(self.groups), dict(self.workers)
         if group := groups.get(charge.group):
             waiting = group.waiting_tokens + charge.tokens
-            groups[group.name] = replace(group, waiting_tokens=waiting, waiting=group.waiting + 1)
+            queue = group.queue
+            if charge.seconds is not None and group.costs:
+                queue = (*queue, (charge.tokens, charge.seconds))
+            groups[group.name] = replace(
+                group, waiting_tokens=waiting, waiting=group.waiting + 1, queue=queue
+            )
         if worker := workers.get(charge.worker):
             workers[worker.name] = replace(worker, pages_free=max(worker.pages_free - charge.pages, 0))
         return FleetView(groups, workers)

@@ -251,6 +251,18 @@ def test_timings_add_up_to_the_elapsed_time(house: House, client: DeltafrontClie
     assert timings.total_seconds >= timings.ttft_seconds
 
 
+def test_first_event_tells_when_the_first_token_is_expected(house: House, client: DeltafrontClient) -> None:
+    """By the group's rate, and what it has to prefill before. Without a rate nothing is promised."""
+    silent, *_ = client.generate("x" * 1000, max_tokens=1)
+    house.group.rate, house.group.waiting_tokens = 1000.0, 500
+    house.loop.run(house.fleet.refresh())
+    told, *_ = client.generate("y" * 1000, max_tokens=1)
+    assert isinstance(silent, Progress) and isinstance(told, Progress)
+    assert silent.tokens_done > 0 == silent.expected_first_token_seconds
+    assert told.tokens_done == 0
+    assert told.expected_first_token_seconds == pytest.approx((500 + told.tokens_total) / 1000, rel=0.01)
+
+
 def test_info_describes_the_service(house: House, client: DeltafrontClient) -> None:
     info = client.info()
     assert (info.vocabulary, info.max_positions, info.page_tokens) == (258, 8192, 16)

@@ -40,8 +40,11 @@ def summed_by_layer(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
+    """expected_first_token_seconds: predicted before prefill, in a request's first event; 0: not known."""
+
     tokens_done: int
     tokens_total: int
+    expected_first_token_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,26 @@ RATE_LASTS_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefillCost:
+    """The seconds that a prefill group takes for each chunk, token, and pair of a query and a key.
+
+    `chunk_tokens` is the length of its chunks; None: it prefills a prompt in one chunk.
+    """
+
+    token_s: float
+    pair_s: float = 0.0
+    chunk_s: float = 0.0
+    chunk_tokens: int | None = None
+
+    def seconds(self, start: int, end: int) -> float:
+        """Predict the seconds for tokens start .. end-1 of a prompt."""
+        tokens = end - start
+        chunks = 1 if self.chunk_tokens is None else -(-tokens // self.chunk_tokens)
+        pairs = tokens * (start + end) / 2
+        return self.chunk_s * chunks + self.token_s * tokens + self.pair_s * pairs
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerStats:
     """A worker's statistics, from which API servers decide about admission.
 
@@ -40,6 +60,8 @@ class GroupStats(WorkerStats):
         idle_s: Seconds since its last prefill.
         fetched_tokens_per_second: The recent rate at which stages fetch KV from decode workers to resume
             prompts; 0: unknown.
+        costs: The learned cost of each attention method.
+        queue: The tokens left of each admitted prompt, and the seconds that they are expected to take.
     """
 
     waiting_tokens: int
@@ -48,19 +70,34 @@ class GroupStats(WorkerStats):
     max_waiting: int | None = None
     idle_s: float = 0.0
     fetched_tokens_per_second: float = 0.0
+    costs: tuple[tuple[str, PrefillCost], ...] = ()
+    queue: tuple[tuple[int, float], ...] = ()
 
     @property
     def full(self) -> bool:
         return self.max_waiting is not None and self.waiting >= self.max_waiting
 
     @property
-    def rate(self) -> float:
-        """`tokens_per_second` if it was measured recently, otherwise 0. Requests are refused by this rate.
+    def recent(self) -> bool:
+        """Whether its rate and costs were measured recently, so that requests may be refused by them.
 
-        Only further prefill updates the rate. If an old rate that compilation made slow refused all prompts,
-        it would never improve.
+        Only further prefill updates them. If old ones that compilation made slow refused all prompts, they
+        would never improve.
         """
-        return self.tokens_per_second if self.idle_s < RATE_LASTS_S else 0.0
+        return self.idle_s < RATE_LASTS_S
+
+    def cost(self, method: str) -> PrefillCost | None:
+        """Return a method's cost; for a new method that of the recent rate; None without a rate."""
+        learned = dict(self.costs).get(method)
+        if learned is None and self.tokens_per_second > 0:
+            return PrefillCost(token_s=1 / self.tokens_per_second)
+        return learned
+
+    def wait_s(self, tokens: int) -> float:
+        """Predict the seconds before a prompt of this length begins. Shorter prompts are prefilled first."""
+        if self.queue or not self.tokens_per_second:
+            return sum(seconds for left, seconds in self.queue if left <= tokens)
+        return self.waiting_tokens / self.tokens_per_second
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,6 +215,8 @@ async def _stream(answering: Answering, events: Events, stream: EventStream) -> 
         inner = event.event if isinstance(event, ChoiceEvent) else event
         if event is None:
             await stream.skipped("waiting")
+        elif isinstance(inner, Progress) and inner.expected_first_token_seconds:
+            await stream.expect(inner.expected_first_token_seconds)
         elif isinstance(inner, Progress):
             await stream.skipped(f"read {inner.tokens_done} of {inner.tokens_total} tokens")
         else:

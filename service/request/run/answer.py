@@ -63,6 +63,13 @@ class Answer:
             return events.FinishReason.STOP
         return events.FinishReason.LENGTH if tokens_left <= 0 else None
 
+    def expect(self, ttft_s: float | None, held: int, tokens: int) -> None:
+        """Tell a client that waits for its first token how long that is expected to take."""
+        if ttft_s is not None and not self.ids and not self._tokens_shown:
+            self._accepted.events.put_nowait(
+                events.Progress(tokens_done=held, tokens_total=tokens, expected_first_token_seconds=ttft_s)
+            )
+
     def progress(self, event: events.Progress) -> None:
         """Emit prefill progress, unless a replay repeats tokens that were already reported."""
         if event.tokens_done > self._tokens_shown and not self.ids:

@@ -28,12 +28,14 @@ class Placed:
     Attributes:
         groups: Prefill groups, in the order to ask them.
         worker: The decode worker that reserved the pages (`reserved`).
+        ttft_s: The predicted seconds to the first token; None: not known.
     """
 
     groups: Sequence[str]
     worker: DecodeWorker
     plan: Plan
     reserved: Reserved
+    ttft_s: float | None
 
 
 async def place(
@@ -42,6 +44,7 @@ async def place(
     plan: Plan,
     reservation_of: Callable[[Attempt, Plan], Reservation],
     hit: PrefixHit | None,
+    method: str,
     lap: Callable[[str], None],
 ) -> Placed:
     """Reserve an attempt's pages, and choose the groups to ask. Raises Overloaded, DeadlineExceeded or
@@ -54,7 +57,8 @@ async def place(
     await fleet.wait_until_ready(resources.settings.worker_wait_s)
     lap("worker_wait")
     shared = plan if hit is None else replace(plan, prefix_tokens=hit.prefix.tokens)
-    admitted = await admit(resources, shared, reservation_of(attempt, plan).options.deadline)
+    deadline = reservation_of(attempt, plan).options.deadline
+    admitted = await admit(resources, shared, deadline, method)
     groups = await _groups_with_room(resources, admitted.groups, shared)
     answer: Reserved | Refused | None = None
     if hit is not None:
@@ -65,27 +69,38 @@ async def place(
         worker, reserved = await _reserve_on_any(
             resources, attempt, admitted.workers, reservation_of(attempt, plan)
         )
-    fleet.charge(Charge(groups[0], plan.new_tokens, worker.name, reserved.pages))
+    need, group = _need(plan, None, method), fleet.view.groups.get(groups[0])
+    ttft_s = None if group is None else admission.predicted_ttft(need, group)
+    seconds = None if group is None else admission.alone_s(need, group)
+    fleet.charge(Charge(groups[0], plan.new_tokens, worker.name, reserved.pages, seconds))
     lap("admission")
-    return Placed(groups, worker, plan, reserved)
+    return Placed(groups, worker, plan, reserved, ttft_s)
+
+
+def _need(plan: Plan, deadline: float | None, method: str) -> admission.Need:
+    return admission.Need(
+        plan.prefill_tokens,
+        plan.answer_tokens,
+        None if deadline is None else deadline - time.time(),
+        plan.recompute_tokens,
+        plan.prefix_tokens,
+        method,
+    )
 
 
 async def admit(
-    resources: Resources, plan: Plan, deadline: float | None, *, polled: bool = False
+    resources: Resources, plan: Plan, deadline: float | None, method: str, *, polled: bool = False
 ) -> admission.Admitted:
     """Choose candidates. Before a refusal, poll the workers' states. Raises Overloaded, DeadlineExceeded or
     Unavailable."""
     view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
-    left = None if deadline is None else deadline - time.time()
-    need = admission.Need(
-        plan.prefill_tokens, plan.answer_tokens, left, plan.recompute_tokens, plan.prefix_tokens
-    )
+    need = _need(plan, deadline, method)
     decision = admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
     if isinstance(decision, admission.Admitted):
         return decision
     if not polled:
         await resources.fleet.poll_shared()
-        return await admit(resources, plan, deadline, polled=True)
+        return await admit(resources, plan, deadline, method, polled=True)
     if decision.reason is admission.Reason.TOO_SLOW:
         raise errors.DeadlineExceeded(decision.message)
     raise errors.Overloaded(decision.message, retry_after_s=decision.retry_after_s)

@@ -17,7 +17,7 @@ from deltafront.service.fleet.fleet_view import not_draining
 from deltafront.workers.messages.events import Prefix
 from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, chain_of, root_of
 from deltafront.workers.messages.requests import ID_BYTES
-from deltafront.workers.messages.states import DecodeStats, GroupStats
+from deltafront.workers.messages.states import DecodeStats, GroupStats, PrefillCost
 from deltafront.workers.model.calibrated.levels import lengths_of_thresholds
 from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.roles import DecodeWorker
@@ -49,15 +49,15 @@ class Rates:
 
     Attributes:
         extend: A decode worker's prefill rate after a prefix.
-        prefill: A prefill group's rate.
+        prefill: A prefill group's cost; None: unknown.
         fetch: The rate at which the group's stages fetch a prefix's KV from the decode worker.
-        queued: Tokens queued at the group before this prompt.
+        queued_s: Seconds before the group begins this prompt.
     """
 
     extend: float = 0.0
-    prefill: float = 0.0
+    prefill: PrefillCost | None = None
     fetch: float = 0.0
-    queued: int = 0
+    queued_s: float = 0.0
 
 
 def prompt_key(
@@ -130,14 +130,16 @@ def group_seconds(start: int, tokens: int, rates: Rates) -> float:
 
     This includes fetching the KV before `start`, if that rate is known."""
     fetching = start / rates.fetch if rates.fetch else 0.0
-    return (rates.queued + tokens - start) / rates.prefill + fetching
+    prefill = 0.0 if rates.prefill is None else rates.prefill.seconds(start, tokens)
+    return rates.queued_s + prefill + fetching
 
 
 def worth_loading(prefix: Prefix, rates: Rates) -> Prefix:
     """Cut a hit's tokens that are on disk, if a group prefills them faster than the disk loads them."""
-    if not rates.prefill or prefix.disk_s <= prefix.disk_tokens / rates.prefill:
+    near = prefix.tokens - prefix.disk_tokens
+    if rates.prefill is None or prefix.disk_s <= rates.prefill.seconds(near, prefix.tokens):
         return prefix
-    return replace(prefix, tokens=prefix.tokens - prefix.disk_tokens, disk_tokens=0, disk_s=0.0)
+    return replace(prefix, tokens=near, disk_tokens=0, disk_s=0.0)
 
 
 def hold_most(found: Mapping[str, int], workers: Sequence[DecodeStats], tokens: int) -> list[str]:
@@ -177,7 +179,7 @@ async def find_prefix(
     states = not_draining(tuple(fleet.view.workers.values()))
     asked = await asyncio.gather(*(_ask(fleet, state.name, key) for state in states))
     answers = [
-        hit and replace(hit, prefix=worth_loading(hit.prefix, _rates(fleet, hit.worker.name)))
+        hit and replace(hit, prefix=worth_loading(hit.prefix, _rates(fleet, hit.worker.name, method, tokens)))
         for hit in asked
     ]
     hits = {hit.worker.name: hit for hit in answers if hit and usable_prefix(hit.prefix.tokens, tokens)}
@@ -186,7 +188,7 @@ async def find_prefix(
     if not names:
         return None
     best = hits[names[0]]
-    return _shared(best, method, tokens, _rates(fleet, names[0]))
+    return _shared(best, method, tokens, _rates(fleet, names[0], method, tokens))
 
 
 def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> PrefixHit | None:
@@ -195,24 +197,26 @@ def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> Pr
     start = resume_at(hit.prefix.tokens, tokens, method)
     if not rest_is_long(prefix, start, tokens, rates):
         return replace(hit, prefix=replace(hit.prefix, tokens=prefix))
-    anew = bool(rates.prefill) and group_seconds(0, tokens, rates) <= group_seconds(start, tokens, rates)
+    anew = rates.prefill is not None and group_seconds(0, tokens, rates) <= group_seconds(
+        start, tokens, rates
+    )
     if not start or anew:
         return None
     return replace(hit, prefix=replace(hit.prefix, tokens=start), group_prefills=True)
 
 
-def _rates(fleet: Fleet, worker: str) -> Rates:
+def _rates(fleet: Fleet, worker: str, method: MethodSpec, tokens: int) -> Rates:
     groups: Sequence[GroupStats] = not_draining(tuple(fleet.view.groups.values()))
     state = fleet.view.workers.get(worker)
     extend = state.append_tokens_per_second if state is not None else 0.0
     if not groups:
         return Rates(extend=extend)
-    first = min(groups, key=lambda g: g.waiting_tokens / g.tokens_per_second if g.tokens_per_second else 0.0)
+    first = min(groups, key=lambda g: g.wait_s(tokens))
     return Rates(
         extend=extend,
-        prefill=first.tokens_per_second,
+        prefill=first.cost(method.name),
         fetch=first.fetched_tokens_per_second,
-        queued=first.waiting_tokens,
+        queued_s=first.wait_s(tokens),
     )
 
 

@@ -74,7 +74,8 @@ class PromptPrefill:
                 await self._resume(error)
                 await fleet.wait_until_ready(settings.worker_wait_s)
                 self.replays.clock.lap("worker_wait")
-                self.groups = (await admit(self.resources, self.plan, self._job.deadline)).groups
+                method = self.call.method.name
+                self.groups = (await admit(self.resources, self.plan, self._job.deadline, method)).groups
                 self._charge(self.groups[0])
             else:
                 self.replays.clock.span(prefill_parts(report))

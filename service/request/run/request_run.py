@@ -145,9 +145,11 @@ class RequestRun:
         await use.set_tokens(plan.prefill_tokens + plan.answer_tokens)
         with Attempt(resources.fleet, self._call.request_id) as attempt:
             lap = self._accepted.clock.lap
-            placed = await place(resources, attempt, plan, self._reservation, hit, lap)
+            method = self._call.method.name
+            placed = await place(resources, attempt, plan, self._reservation, hit, method, lap)
             plan = placed.plan
             self._answer.record_reserved(placed.reserved)
+            self._answer.expect(placed.ttft_s, plan.prefix_tokens, plan.prefill_tokens)
             worker = placed.worker
             prefill = PromptPrefill(
                 resources, attempt, placed.groups, worker, plan, self._call, self._replays

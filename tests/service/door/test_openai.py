@@ -392,6 +392,24 @@ def test_stream_comments_tell_the_prefill_progress(
     nothing_left(house)
 
 
+@pytest.mark.parametrize(("rate", "pause_at"), [(100.0, 0), (1e6, -1)])
+def test_header_tells_when_the_first_token_is_expected(
+    house: House, make_http: Callable[..., str], rate: float, pause_at: int
+) -> None:
+    """Before a wait of a second or more it comes at once, here while prefill is paused."""
+    house.group.rate, house.group.pause_at, house.decode.remembers = rate, pause_at, False
+    house.loop.run(house.fleet.refresh())
+    request = {"model": MODEL, "stream": True, "prompt": LONG, "max_tokens": 1}
+    with httpx.stream("POST", f"{make_http(house)}/v1/completions", json=request, timeout=HANG_S) as response:
+        assert float(response.headers["x-expected-first-token-seconds"]) == pytest.approx(
+            501 / rate, abs=1e-3
+        )
+        house.group.pause_at = -1
+        rest = [line for line in response.iter_lines() if line]
+    assert rest[-1] == "data: [DONE]"
+    nothing_left(house)
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("doing", ["waiting", "reading", "answering"])
 def test_client_that_leaves_frees_its_pages(

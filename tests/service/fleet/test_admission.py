@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from deltafront.service.fleet.admission import (
     predicted_ttft,
 )
 from deltafront.tests.states import decode_stats, group_stats
-from deltafront.workers.messages.states import DecodeStats, GroupStats
+from deltafront.workers.messages.states import DecodeStats, GroupStats, PrefillCost
 
 rates = st.one_of(st.just(0.0), st.floats(1.0, 1e5))
 small = st.integers(0, 40)
@@ -174,7 +175,7 @@ def test_the_least_loaded_group_is_chosen(
     if isinstance(decision, Admitted):
         chosen = next(g for g in gs if g.name == decision.groups[0])
         assert chosen.waiting_tokens == min(g.waiting_tokens for g in able)
-        assert decision.ttft_s == (chosen.waiting_tokens + need.prefill_tokens) / 100.0
+        assert decision.ttft_s == pytest.approx((chosen.waiting_tokens + need.prefill_tokens) / 100.0)
 
 
 @given(needs, groups, workers)
@@ -197,6 +198,23 @@ def test_predicts_no_wait_without_a_measured_rate() -> None:
     idle = group_stats(pages_total=10, pages_free=10, waiting_tokens=300)
     assert predicted_ttft(Need(100), idle) is None
     assert predicted_ttft(Need(100), replace(idle, tokens_per_second=200.0)) == 2.0
+
+
+def test_prediction_counts_length_cached_part_and_shorter_prompts_of_the_queue() -> None:
+    cost = PrefillCost(token_s=1e-4, pair_s=1e-8, chunk_s=0.01, chunk_tokens=1000)
+    busy = group_stats(
+        waiting_tokens=12_000,
+        tokens_per_second=1.0,
+        costs=(("dense", cost),),
+        queue=((10_000, 2.0), (2_000, 0.5)),
+    )
+    whole = 0.05 + 0.5 + 1e-8 * 5000 * 5000 / 2
+    assert predicted_ttft(Need(5000, method="dense"), busy) == pytest.approx(whole + 0.5)
+    rest = 0.01 + 0.1 + 1e-8 * 1000 * (4000 + 5000) / 2
+    found = Need(5000, found_tokens=4000, method="dense")
+    assert predicted_ttft(found, busy) == pytest.approx(rest), "it overtakes both"
+    other = predicted_ttft(Need(5000, method="dpxa"), busy)
+    assert other == pytest.approx(5000.5), "a method that was not measured goes by the rate"
 
 
 def test_idle_group_with_a_slow_measured_rate_still_admits_requests() -> None:

@@ -119,12 +119,14 @@ class Throughput:
         self._seconds = 0.0
         self._last = float("-inf")
 
-    def record_chunk(self, tokens: int, sent: float, ended: float) -> None:
+    def record_chunk(self, tokens: int, sent: float, ended: float) -> float:
+        """Record a chunk. Returns the seconds that the group worked on it alone."""
         worked = ended - max(sent, self._last)
         decay = math.exp(-worked / _MEMORY_S) if self.idle(sent) < RATE_LASTS_S else 0.0
         self._tokens = decay * self._tokens + tokens
         self._seconds = decay * self._seconds + worked
         self._last = ended
+        return worked
 
     def idle(self, now: float) -> float:
         """Return the seconds since the last chunk; infinite before the first."""

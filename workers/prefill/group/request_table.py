@@ -26,6 +26,7 @@ from deltafront.workers.pace import Recent
 from deltafront.workers.prefill.group import schedule
 from deltafront.workers.prefill.group.account import Account, Pace, Throughput
 from deltafront.workers.prefill.group.chunks import ChunkSizes
+from deltafront.workers.prefill.group.cost import CostFit
 from deltafront.workers.roles import PrefillEvent
 from deltafront.workers.settings import PrefillConfig
 from deltafront.workers.tracing import NO_SPAN
@@ -141,6 +142,8 @@ class PrefillRequests:
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
         self._throughput = Throughput()
+        self._costs: dict[str, CostFit] = {}
+        """The learned cost of each method."""
         self._fetched = Recent()
         self._pace = Pace(config.chunk_slack_s)
         self._last_turn = 0.0
@@ -215,7 +218,9 @@ class PrefillRequests:
         fetched_s = max(report.phases.get("kv_fetch", 0.0) for report in reports)
         if fetched_s:
             self._fetched.add(command.start, fetched_s)
-        self._throughput.record_chunk(command.tokens, min(now, sent + fetched_s), now)
+        worked = self._throughput.record_chunk(command.tokens, min(now, sent + fetched_s), now)
+        fit = self._costs.setdefault(request.job.method.name, CostFit(self._config.chunk_tokens))
+        fit.record_chunk(command.start, command.tokens, worked)
         for other in self:
             if other is not request:
                 other.account.other_chunk(reports[-1].wall, now)
@@ -239,7 +244,16 @@ class PrefillRequests:
             max_waiting=self._config.max_waiting,
             fetched_tokens_per_second=self._fetched.tokens_per_second,
             idle_s=0.0 if running else self._throughput.idle(now),
+            costs=tuple((method, fit.cost) for method, fit in self._costs.items()),
+            queue=tuple(self._queue()),
         )
+
+    def _queue(self) -> Iterator[tuple[int, float]]:
+        """Yield the tokens left of each live request, and the seconds they are expected to take."""
+        for request in self._live():
+            total, fit = request.job.tokens, self._costs.get(request.job.method.name)
+            if fit is not None:
+                yield total - request.done, fit.cost.seconds(request.done, total)
 
     def _unread(self) -> int:
         return sum(request.job.tokens - request.done for request in self._live())

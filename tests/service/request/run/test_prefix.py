@@ -24,7 +24,7 @@ from deltafront.service.request.run.prefix import (
 from deltafront.tests.states import decode_stats
 from deltafront.workers.messages.events import Prefix
 from deltafront.workers.messages.prompts import LINK_BYTES, chain_of, links_of
-from deltafront.workers.messages.states import DecodeStats
+from deltafront.workers.messages.states import DecodeStats, PrefillCost
 
 from ....workers.keys import key_of
 from ....workers.profiles import make_profile
@@ -142,7 +142,8 @@ def test_without_rates_a_decode_worker_prefills_a_short_rest() -> None:
 def test_faster_of_worker_and_group_prefills_the_rest(
     prefix_blocks: int, rest: int, append: float, read: float, fetch: float, queued: int
 ) -> None:
-    prefix, rates = 128 * prefix_blocks, Rates(extend=append, prefill=read, fetch=fetch, queued=queued)
+    prefix, cost = 128 * prefix_blocks, PrefillCost(token_s=1 / read)
+    rates = Rates(extend=append, prefill=cost, fetch=fetch, queued_s=queued / read)
     worker_s, group_s = rest / append, queued / read + rest / read + prefix / fetch
     if worker_s != pytest.approx(group_s):
         assert rest_is_long(prefix, prefix, prefix + rest, rates) == (group_s < worker_s)
@@ -167,9 +168,9 @@ def test_worker_with_the_longest_prefix_is_asked_unless_much_fuller() -> None:
 
 def test_leaves_blocks_on_disk_that_a_group_prefills_sooner() -> None:
     slow = Prefix(tokens=8192, disk_tokens=4096, disk_s=2.0)
-    reads = Rates(prefill=4096.0)
+    reads = Rates(prefill=PrefillCost(token_s=1 / 4096))
     assert worth_loading(slow, reads) == Prefix(tokens=4096)
-    for sooner in (Rates(prefill=2000.0), Rates()):
+    for sooner in (Rates(prefill=PrefillCost(token_s=1 / 2000)), Rates()):
         assert worth_loading(slow, sooner) == slow
     unknown = Prefix(tokens=8192, disk_tokens=4096)
     assert worth_loading(unknown, reads) == unknown

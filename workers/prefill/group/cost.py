@@ -1,0 +1,62 @@
+"""Learns how long a prefill group takes, from its chunks: a part for each chunk, for each token, and for each
+pair of a query and a key. Pure.
+
+It is a recursive least-squares fit of a chunk's seconds per token, which forgets old chunks, weighs errors by
+the prediction, and never takes a part for negative.
+"""
+
+from __future__ import annotations
+
+import math
+
+from deltafront.workers.messages.states import PrefillCost
+
+_KEPT = 0.97
+"""The weight of earlier chunks beside a new one."""
+_OUTLIER = 0.5
+"""A chunk that is off by more than this share of its prediction counts as if it were off by this: a compiling
+kernel makes one chunk slow."""
+_SURE = 8
+"""Chunks before outliers are known as such."""
+_SWEEPS = 20
+_SCALES = (256.0, 1.0, 1 / 32_768)
+"""They make the three parts of a token's time alike in size."""
+
+
+class CostFit:
+    """The cost of one method. chunk_tokens: the length of the group's chunks."""
+
+    def __init__(self, chunk_tokens: int | None = None) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._moments = [[0.0] * 3 for _ in range(3)]
+        self._products = [0.0] * 3
+        self._parts = [0.0] * 3
+        self._chunks = 0
+
+    @property
+    def cost(self) -> PrefillCost:
+        chunk, token, pair = (part * scale for part, scale in zip(self._parts, _SCALES, strict=True))
+        return PrefillCost(chunk_s=chunk, token_s=token, pair_s=pair, chunk_tokens=self._chunk_tokens)
+
+    def record_chunk(self, start: int, tokens: int, seconds: float) -> None:
+        """Record that the group worked `seconds` on tokens start .. start+tokens-1."""
+        found = seconds / tokens
+        features = (_SCALES[0] / tokens, 1.0, _SCALES[2] * (start + tokens / 2))
+        expected = sum(part * one for part, one in zip(self._parts, features, strict=True))
+        if self._chunks >= _SURE:
+            found = min(max(found, expected * (1 - _OUTLIER)), expected * (1 + _OUTLIER))
+        weight = 1 / (expected or found or math.inf) ** 2
+        self._chunks += 1
+        for n, one in enumerate(features):
+            self._products[n] = _KEPT * self._products[n] + weight * one * found
+            for m, other in enumerate(features):
+                self._moments[n][m] = _KEPT * self._moments[n][m] + weight * one * other
+        self._solve()
+
+    def _solve(self) -> None:
+        """Descend by coordinates to the best parts that are not negative."""
+        for _ in range(_SWEEPS):
+            for n in range(3):
+                others = sum(self._moments[n][m] * self._parts[m] for m in range(3) if m != n)
+                if self._moments[n][n]:
+                    self._parts[n] = max(0.0, (self._products[n] - others) / self._moments[n][n])
