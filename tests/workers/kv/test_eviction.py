@@ -73,6 +73,27 @@ def test_pasts_forget_the_oldest() -> None:
     assert pasts.take((19_999).to_bytes(4)) is None
 
 
+def test_retained_pages_that_return_often_keep_one_end_each() -> None:
+    clock = Clock()
+    cache = PrefixCache(clock)
+    cache.add(b"", bytes(range(48)), [0, 1, 2], 3600.0)
+    cache.unpin([2, 1, 0])
+    for _ in range(100):
+        clock.now += 1.0
+        cache.pin([0, 1, 2])
+        cache.retain([0, 1, 2], 3600.0)
+        cache.unpin([2, 1, 0])
+    assert len(cache._ends) == 3
+    cache.clear()
+    cache.add(b"", b"a" * 16, [0], 5.0)
+    cache.unpin([0])
+    clock.now += 1.0
+    cache.add(b"", b"b" * 16, [1], 0.0)
+    cache.unpin([1])
+    clock.now += 6.0
+    assert cache.evict(1) == [0], "its retention is over, and it is older"
+
+
 def test_page_that_a_lower_tier_has_not_copied_is_evicted_last() -> None:
     clock = Clock()
     cache = PrefixCache(clock)

@@ -48,7 +48,9 @@ class PrefixCache:
         """The number of cached pages that follow the page of this name."""
         self._idle, self._retained = _Evictable(), _Evictable()
         self._ends: list[tuple[float, int]] = []
-        """A heap of when retained pages' retention ends."""
+        """A heap of the times at which a retained page's retention may end."""
+        self._soonest: dict[int, float] = {}
+        """The earliest of these times for each page."""
         self.evicted = 0
         self.evicted_retained = 0
         """Number of pages that were evicted although still retained."""
@@ -193,7 +195,7 @@ class PrefixCache:
                 block.used = now
             if block.until > now:
                 self._retained.pages[page] = False
-                heapq.heappush(self._ends, (block.until, page))
+                self._push_end(page, block.until)
             else:
                 self._idle.pages[page] = False
         self.on_evictable(idle)
@@ -260,19 +262,27 @@ class PrefixCache:
         gone = [*self._idle.pages, *self._retained.pages]
         self._idle, self._retained = _Evictable(), _Evictable()
         self._ends.clear()
+        self._soonest.clear()
         self._following.clear()
         self._pages.clear()
         self._blocks.clear()
         return gone
 
+    def _push_end(self, page: int, until: float) -> None:
+        if until < self._soonest.get(page, math.inf):
+            self._soonest[page] = until
+            heapq.heappush(self._ends, (until, page))
+
     def _end_retention(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:
-            _, page = heapq.heappop(self._ends)
+            end, page = heapq.heappop(self._ends)
+            if self._soonest.get(page) == end:
+                del self._soonest[page]
             if page not in self._retained.pages:
                 continue
             until = self._blocks[page].until
             if until > now:
-                heapq.heappush(self._ends, (until, page))
+                self._push_end(page, until)
                 continue
             self._idle.pages[page] = self._retained.pages.pop(page)
             self._retained.order.discard(page)
