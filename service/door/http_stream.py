@@ -66,8 +66,8 @@ class EventStream:
     async def expect(self, seconds: float) -> None:
         """Say in a header when the first token is expected.
 
-        A client that will wait is told at once. Otherwise an error can still have its own HTTP status. Only the
-        first of several choices counts.
+        A client that will wait is told at once. Otherwise an error can still have its own HTTP status. Of
+        several choices the first counts.
         """
         if len(self._headers) > len(_HEADERS):
             return

@@ -200,7 +200,7 @@ def test_predicts_no_wait_without_a_measured_rate() -> None:
     assert predicted_ttft(Need(100), replace(idle, tokens_per_second=200.0)) == 2.0
 
 
-def test_prediction_counts_length_cached_part_and_shorter_prompts_of_the_queue() -> None:
+def test_prediction_counts_length_cached_part_and_queue() -> None:
     cost = PrefillCost(token_s=1e-4, pair_s=1e-8, chunk_s=0.01, chunk_tokens=1000)
     busy = group_stats(
         waiting_tokens=12_000,
