@@ -22,7 +22,7 @@ def shares(trace: Trace, pages: int, kind: str) -> tuple[float, float, float]:
     return least, mine, known
 
 
-def test_sessions_that_do_not_fit_are_found_far_more_often_than_by_lru() -> None:
+def test_sessions_that_do_not_fit_are_found_far_oftener_than_by_lru() -> None:
     for seed in range(3):
         trace = sessions(random.Random(seed), 16, 0.3, PAGE)
         least, mine, known = shares(trace, 327_680 // PAGE, "session")

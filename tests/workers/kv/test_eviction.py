@@ -31,7 +31,7 @@ def test_overdue_and_new_blocks_are_evicted_least_recently_used_first() -> None:
     assert order_of(*blocks, now=112.0) == [1, 2, 0]
 
 
-def test_new_block_goes_before_one_that_is_expected_sooner_than_its_age() -> None:
+def test_new_block_is_evicted_before_one_expected_sooner_than_its_age() -> None:
     assert order_of(block(100.0, 30.0), block(90.0), now=112.0) == [1, 0]
     assert order_of(block(100.0, 40.0), block(90.0), now=112.0) == [0, 1]
 
