@@ -48,7 +48,7 @@ ROOMS = {
     "workers.model.calibrated": "workers.settings workers.model.directory kernels",
     "workers.calibration": "workers.settings workers.model.decoder workers.model.calibrated kernels",
     "workers.evaluation": """workers.settings workers.calibration workers.decode.reads
-        workers.prefill.stage.phases workers.model.decoder workers.model.calibrated kernels""",
+        workers.prefill.stage workers.model.decoder workers.model.calibrated kernels""",
     "workers.kv": """workers.messages workers.settings workers.roles kernels.layers.kv_int8
         kernels.layers.rope""",
     "workers.kv.pages": "workers.messages kernels.constants",

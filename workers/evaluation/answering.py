@@ -16,8 +16,10 @@ from tokenizers import Tokenizer
 from deltafront.workers.evaluation.comparison import TOLD, MeasuredAnswer
 from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
 from deltafront.workers.evaluation.reader import Reader, Reading
+from deltafront.workers.evaluation.setting import parse_method
 from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.prefill.stage.warm_up import warm_up
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -236,6 +238,8 @@ class OneModel:
     ) -> None:
         self._together = Together(stack, 1, room + tokens, profile)
         self._tokenizer, self._chunk, self._tokens = tokenizer, chunk, tokens
+        if stack.device.type == "cuda":  # so that the first prompt's time has no compilation
+            warm_up(stack, [parse_method("dense")], chunk, profile)
 
     def sample(self, prompt: TaskPrompt, session: bool) -> Sample:
         """Tokenise document and question apart, so that both ways have the same tokens."""

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.methods import is_exact
 from deltafront.workers.evaluation.comparison import ComparedRow
 from deltafront.workers.evaluation.prompts import TaskPrompt
 from deltafront.workers.evaluation.ruler import Count, Haystack, make_prompt
@@ -44,16 +46,28 @@ class Trial:
         return f"{self.setting}{', session' if self.session else ''}"
 
 
-def trials(settings: Sequence[str], asked: str, profile: Profile | None) -> list[Trial]:
+def trials(settings: Sequence[str], asked: str, profile: Profile | None, tokens: int) -> list[Trial]:
     """List the trials in order.
 
     Args:
-        settings: As on a command line; empty: the profile's levels, then `SETTINGS`.
+        settings: As on a command line; empty: the profile's levels, then `SETTINGS`, without those that would
+            recompute more than a quarter of a prompt, or are dense at this length.
         asked: `prompt`, `session` or `both`.
+        tokens: Length of the longest prompt.
+
+    Raises:
+        ValueError: A setting is wrong, or all of the list are dense at this length.
     """
-    chosen = [Setting.parse(each) for each in settings or [*_levels(profile), *SETTINGS]]
+    listed = [Setting.parse(each) for each in settings or [*_levels(profile), *SETTINGS]]
+    chosen = listed if settings else [each for each in listed if _applies(each, tokens)]
+    if not chosen:
+        raise ValueError(f"every setting prefills {tokens} tokens densely: give longer prompts, or --setting")
     ways = {"prompt": [False], "session": [True], "both": [False, True]}[asked]
     return [Trial(setting, session) for setting in dict.fromkeys(chosen) for session in ways]
+
+
+def _applies(setting: Setting, tokens: int) -> bool:
+    return 4 * BLOCK * setting.blocks <= tokens and not is_exact(parse_method(setting.method), tokens)
 
 
 def _levels(profile: Profile | None) -> Iterator[str]:
@@ -86,7 +100,10 @@ def affordable(given: Sequence[Trial], dense_s: float, left_s: float) -> list[Tr
 
 
 def hopeless(row: ComparedRow) -> bool:
-    """True if a trial can be dropped, because its interval ends below the goal."""
+    """True if a trial can be dropped, because it computes no less than dense attention or its interval ends
+    below the goal."""
+    if row.density >= 1:
+        return True
     return row.samples >= LEAST and row.kept_95 is not None and row.kept_95[1] < GOAL
 
 
@@ -110,7 +127,7 @@ class Found:
     @property
     def words(self) -> str:
         if self.setting is None or self.row is None:
-            return f"dense: no setting is known to keep {GOAL:g} of dense attention's score"
+            return f"dense: no setting is shown to keep {GOAL:g} of dense attention's score"
         low, high = self.row.kept_95 or (math.nan, math.nan)
         return (
             f"{self.setting} at density {self.row.density:.2f} keeps {self.row.kept:.3f} ({low:.3f} to "
@@ -125,12 +142,22 @@ def found(rows: Mapping[Trial, ComparedRow]) -> Found:
     for trial, row in rows.items():
         before = worst.get(trial.setting)
         worst[trial.setting] = row if before is None or _low(row) < _low(before) else before
-    good = [(row.density, str(setting), setting) for setting, row in worst.items() if _low(row) >= GOAL]
-    good = [one for one in good if parse_method(one[2].method).name != "dense"]
+    good = [
+        (row.density, str(setting), setting)
+        for setting, row in worst.items()
+        if _low(row) >= GOAL and row.density < 1
+    ]
     if not good:
         return Found(None, None)
     setting = min(good)[2]
     return Found(setting, worst[setting])
+
+
+def nearest(rows: Mapping[Trial, ComparedRow]) -> ComparedRow | None:
+    """Return the row whose interval begins highest; None if no row has an interval and computes less than
+    dense attention."""
+    known = [row for row in rows.values() if row.kept_95 is not None and row.density < 1]
+    return max(known, key=_low, default=None)
 
 
 def _low(row: ComparedRow) -> float:

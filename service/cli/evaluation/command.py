@@ -6,6 +6,7 @@ runs.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json as json_format
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from deltafront.kernels.methods import MethodError
 from deltafront.service.cli.evaluation.plot import svg
@@ -29,6 +30,7 @@ from deltafront.workers.evaluation.planner import (
     Found,
     endless_prompts,
     found,
+    nearest,
     trials,
 )
 from deltafront.workers.evaluation.prompts import PromptError, TaskPrompt, read_prompts
@@ -56,6 +58,8 @@ BUILT_IN = Path(__file__).resolve().parents[3] / "deploy" / "demo" / "moby-dick.
 QUICK_MINUTES, MINUTES = 2.0, 10.0
 GPU_TOKENS, CPU_TOKENS = 31_000, 6_000
 """Lengths of prompts unless --length says otherwise. Sparse methods are dense up to 4,096 tokens."""
+_WIDTH = 150
+"""Columns of the table where there is no terminal."""
 GPU_CHUNK, CPU_CHUNK = 16_384, 2_048
 
 Texts = Annotated[
@@ -114,13 +118,13 @@ def evaluate_command(
         )
         old, source = load_profile(spec), _Source.of(text, questions)
         source.check(ask, old)
-        todo = trials(setting, ask, old)
         run = _Run(spec, device, old, length, answer_tokens, source, seed)
-        evaluation = Evaluation(run.model, todo)
+        evaluation = Evaluation(run.model, trials(setting, ask, old, max(run.tokens)))
         evaluation.run(run.prompts(), until, _tell)
     except (ModelError, MethodError, PromptError, ValueError) as error:
         fail(str(error))
-    rows, best = evaluation.rows(), found(evaluation.rows())
+    rows = evaluation.rows()
+    best, near = found(rows), nearest(rows)
     shown = [evaluation.dense(), *rows.values()]
     if profile is not None:
         name = shown_name(ModelSpec(path=model, adapter=adapter))
@@ -132,7 +136,7 @@ def evaluate_command(
     if json:
         print(json_format.dumps({"verdict": best.words, "rows": [asdict(row) for row in shown]}))
     else:
-        _show(shown, best)
+        _show(shown, best, near)
 
 
 @dataclass(frozen=True)
@@ -250,10 +254,15 @@ def _measured(best: Found, dense: ComparedRow, tokens: Sequence[int], source: _S
     )
 
 
-def _show(rows: Sequence[ComparedRow], best: Found) -> None:
-    table = Table(*HEADER)
+def _show(rows: Sequence[ComparedRow], best: Found, near: ComparedRow | None) -> None:
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDTH)
+    table = Table(*(Column(name, overflow="fold") for name in HEADER))
     for row in rows:
         table.add_row(*cells(row))
-    console = Console()
     console.print(table, highlight=False)
-    console.print(f"Verdict: {best.words}", highlight=False, soft_wrap=True, markup=False)
+    say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    say(f"Verdict: {best.words}")
+    if best.setting is None and near is not None:
+        density, kept = cells(near)[1], cells(near)[5]
+        say(f"Nearest: {near.setting} at density {density} keeps {kept}; {near.samples} prompts")

@@ -19,6 +19,7 @@ from deltafront.workers.evaluation.planner import (
     endless_prompts,
     found,
     hopeless,
+    nearest,
     trials,
 )
 from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
@@ -126,7 +127,7 @@ def test_recommends_the_sparsest_setting_whose_interval_meets_goal() -> None:
     assert found(rows).words.startswith("xattention at density 0.20 keeps 0.998 (0.993 to 1.0")
     del rows[Trial(best)]
     assert found(rows).setting == denser
-    assert found({}).words == "dense: no setting is known to keep 0.97 of dense attention's score"
+    assert found({}).words == "dense: no setting is shown to keep 0.97 of dense attention's score"
 
 
 def test_recommends_only_settings_that_are_good_in_sessions_too() -> None:
@@ -141,14 +142,31 @@ def test_recommends_no_setting_after_few_prompts() -> None:
 
 
 def test_tries_the_given_settings_or_else_the_defaults(tmp_path: Path) -> None:
-    assert [str(trial) for trial in trials([], "prompt", None)] == list(SETTINGS)
-    given = trials(["dpxa@8", "dpxa@8", "streaming"], "both", None)
+    assert [str(trial) for trial in trials([], "prompt", None, 31_000)] == list(SETTINGS)
+    given = trials(["dpxa@8", "dpxa@8", "streaming"], "both", None, 300)
     assert [str(trial) for trial in given] == ["dpxa@8", "dpxa@8, session", "streaming", "streaming, session"]
     profile = Profile.read(write_profile(make_tiny_model(tmp_path / "model"), tmp_path / "profile.json"))
-    first = trials([], "session", profile)[0]
+    first = trials([], "session", profile, 31_000)[0]
     assert first.session and "density=" in first.setting.method and first.setting.blocks == 8
     with pytest.raises(ValueError, match="unknown attention method"):
-        trials(["nope"], "prompt", None)
+        trials(["nope"], "prompt", None, 31_000)
+
+
+def test_short_prompts_get_settings_with_few_blocks() -> None:
+    assert {trial.setting.blocks for trial in trials([], "prompt", None, 6000)} == {8}
+    with pytest.raises(ValueError, match="every setting prefills 4096 tokens densely: give longer prompts"):
+        trials([], "prompt", None, 4096)
+
+
+def test_drops_a_setting_that_computes_as_much_as_dense() -> None:
+    assert hopeless(row(0, 1, 1.2)) and not hopeless(row(0, 1, 0.9))
+    assert found({Trial(GOOD): row(0, 200, 1.2)}).setting is None
+
+
+def test_names_the_setting_whose_interval_begins_highest() -> None:
+    rows = {Trial(GOOD): row(0, 20, 0.2), Trial(BAD): row(9, 20, 0.1), Trial(DENSE): row(0, 99, 1.0)}
+    assert nearest(rows) is rows[Trial(GOOD)]
+    assert nearest({Trial(GOOD): row(0, 2, 0.2)}) is None
 
 
 def test_prompts_cycle_through_tasks_and_texts() -> None:
