@@ -31,33 +31,33 @@ PACE = Row(
         ),
         Panel(
             "Distribution",
-            "Gaps between tokens by length.",
+            "Times between tokens, by their length.",
             "s",
             [Query(increase("inter_token_latency_seconds_bucket", "le"), "{{le}}")],
             kind="heatmap",
         ),
         Panel(
             "Time per output token",
-            "Mean of an answer after its first token.",
+            "Mean time per token of an answer, after its first token.",
             "s",
             [Query(quantile(q, "request_time_per_output_token_seconds"), f"{q:.0%}") for q in (0.5, 0.95)]
             + [Query(mean("request_time_per_output_token_seconds"), "mean")],
         ),
         Panel(
             "Tokens generated",
-            "A second, of answers that ended.",
+            "Tokens per second of answers that have ended.",
             "short",
             [Query(rate("generation_tokens_total"), "tokens a second")],
         ),
         Panel(
             "Batch size",
-            "Requests that a step computes at once, mean. At `decode.max_batch` requests wait for a place.",
+            "Mean number of requests in a decode step. At `decode.max_batch` requests wait for a place.",
             "short",
             [Query(ratio("decode_rows_total", "decode_steps_total"), "requests a step")],
         ),
         Panel(
             "Waiting for a place in the batch",
-            "Mean seconds of a first token. Above 0: a larger `decode.max_batch`, or more workers.",
+            "Mean seconds of a first token. If above 0, raise `decode.max_batch` or add workers.",
             "s",
             [Query(f"{rate('ttft_part_seconds_total', where=_NO_PLACE)} / {rate(_TTFT)}", "waited")],
             levels=((1.0, "orange"),),
@@ -96,7 +96,7 @@ SESSIONS = Row(
     (
         Panel(
             "Sessions held",
-            "By decode worker. Each keeps a document's KV cache until its lease ends.",
+            "Sessions by decode worker. Each keeps a document's KV cache until its lease ends.",
             "short",
             [Query(by_worker("sessions", DECODERS), "{{worker}}")],
             stacked=True,
@@ -119,7 +119,7 @@ SESSIONS = Row(
         ),
         Panel(
             "Prompt tokens from cache",
-            "Share of all prompt tokens that needed no prefill: held by a session, or prefix hits.",
+            "Share of all prompt tokens that a session or the prefix cache had, without prefill.",
             "percentunit",
             [
                 Query(
@@ -132,7 +132,7 @@ SESSIONS = Row(
         ),
         Panel(
             "Prefix cache",
-            "By decode worker: bytes that other prompts can hit. New documents evict what no request holds.",
+            "Cached blocks by decode worker. New documents evict blocks that no request uses.",
             "bytes",
             [
                 Query(
@@ -189,7 +189,7 @@ SESSIONS = Row(
         ),
         Panel(
             "Requests in decode workers",
-            "Running, and waiting for pages, KV cache or a place in the batch.",
+            "Requests that run, and that wait for pages, KV cache or a place in the batch.",
             "short",
             [
                 Query(f"sum({by_worker('num_requests_running', DECODERS)})", "running"),
@@ -199,7 +199,7 @@ SESSIONS = Row(
         ),
         Panel(
             "Lengths, whole time range",
-            "Mean tokens of an answer, and of a prompt with what was held of it.",
+            "Mean tokens of an answer, and of a prompt including its cached tokens.",
             "short",
             [
                 Query(mean("request_generation_tokens", window=RANGE), "tokens of an answer"),
@@ -228,7 +228,7 @@ TIERS = Row(
         ),
         Panel(
             "Host memory and disk in use",
-            "Share of a tier's pages. One that is full and from which nothing comes back does nothing.",
+            "Share of a tier's pages in use. A full tier from which nothing is loaded is useless.",
             "percentunit",
             [Query(f"{_tier('pages')} / {_tier('room_pages')}", _LEGEND)],
         ),
@@ -264,7 +264,7 @@ TIERS = Row(
         ),
         Panel(
             "Age when evicted from host memory and disk",
-            "Mean time since the last use. Where clients come back later than that, the tier is too small.",
+            "Mean time since evicted blocks were used. If clients come back later, the tier is too small.",
             "s",
             [
                 Query(

@@ -49,7 +49,7 @@ OBJECTIVES = Row(
         ),
         Panel(
             "Requests without an error of the service",
-            "In the whole time range, without errors of the caller. The objective is 99%.",
+            "Share of requests without an error of the service, in the time range. The objective is 99%.",
             "percentunit",
             [
                 Query(
@@ -105,14 +105,14 @@ TRAFFIC = Row(
     (
         Panel(
             "Requests by outcome",
-            "All calls, as they ended. `resource_exhausted` is a refusal for load, with a time to come back.",
+            "All calls by outcome. `resource_exhausted` is a refusal for load, with a retry time.",
             "reqps",
             [Query(rate("requests_total", "outcome"), "{{outcome}}")],
             stacked=True,
         ),
         Panel(
             "Tokens",
-            "In: prompt tokens; held: of these from a session or the prefix cache; out: generated tokens.",
+            "In: prompt tokens. Held: those from a session or the prefix cache. Out: generated tokens.",
             "short",
             [
                 Query(rate("request_prompt_tokens_sum"), "in, a second"),
@@ -122,7 +122,7 @@ TRAFFIC = Row(
         ),
         Panel(
             "Prompt lengths",
-            "Requests by prompt length, with the tokens that a session held.",
+            "Requests by prompt length, including a session's tokens.",
             "short",
             [Query(increase("request_prompt_tokens_bucket", "le"), "{{le}}")],
             kind="heatmap",
@@ -134,7 +134,7 @@ LATENCY = Row(
     (
         Panel(
             "Time to first token",
-            "From the request's arrival at the door, tokenising included.",
+            "Time from a request's arrival at the door to its first token, including tokenising.",
             "s",
             [Query(quantile(q, "time_to_first_token_seconds"), f"{q:.0%}") for q in (0.5, 0.95, 0.99)]
             + [Query(mean("time_to_first_token_seconds"), "mean")],
@@ -142,13 +142,13 @@ LATENCY = Row(
         ),
         Panel(
             "Time per output token",
-            "Of an answer, after its first token. Rises with the batch; see the dashboard on decode.",
+            "Time per token after the first. It rises with the batch size; see the dashboard on decode.",
             "s",
             [Query(quantile(q, "request_time_per_output_token_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
         ),
         Panel(
             "Whole requests",
-            "From arrival to the last event, 95%, by call.",
+            "Time from arrival to the last event, 95th percentile, by call.",
             "s",
             [Query(quantile(0.95, "e2e_request_latency_seconds", "method_rpc"), "{{method_rpc}}")],
         ),
@@ -159,7 +159,7 @@ ERRORS = Row(
     (
         Panel(
             "Share that fails or is refused",
-            "Through the service's fault (internal, unavailable), and for load (resource_exhausted).",
+            "Failures of the service (internal, unavailable), and refusals for load (resource_exhausted).",
             "percentunit",
             [
                 Query(
@@ -185,7 +185,7 @@ ERRORS = Row(
         ),
         Panel(
             "What callers did wrong",
-            "Calls a second that were invalid, cancelled, or past their deadline.",
+            "Calls per second that were invalid, cancelled, or past their deadline.",
             "reqps",
             [Query(rate("requests_total", "outcome", THEIRS), "{{outcome}}")],
         ),
@@ -196,7 +196,7 @@ SATURATION = Row(
     (
         Panel(
             "KV cache pages in use",
-            "By worker. A full decode worker takes no new documents: shorter leases, or more workers.",
+            "Share of pages in use, by worker. If decode workers are full, shorten leases or add workers.",
             "percentunit",
             [Query(by_worker("kv_cache_usage_ratio"), "{{worker}}")],
             levels=((0.8, "orange"), (0.95, "red")),
@@ -216,7 +216,7 @@ SATURATION = Row(
         ),
         Panel(
             "Requests in the workers",
-            "Running, and waiting there.",
+            "Requests that run, and that wait there.",
             "short",
             [
                 Query(f"sum({by_worker('num_requests_running')})", "running"),

@@ -23,21 +23,21 @@ GROUP = Row(
     (
         Panel(
             "Tokens read",
-            "A second, by group, lately: what the queue's time is computed from.",
+            "Recent prefill rate by group, from which the queue's time is computed.",
             "short",
             [Query(by_worker("prefill_tokens_per_second", GROUPS), "{{worker}}")],
         ),
         Panel(
             "Queue in tokens",
             "Admitted to a group and not yet prefilled. Autoscaling adds groups by this over the rate. "
-            "The lines are one and four documents of 512K; how long that takes is on the overview.",
+            "The lines are one and four documents of 512K; the overview shows the time.",
             "short",
             [Query(by_worker("queue_tokens", GROUPS), "{{worker}}")],
             levels=((524_288.0, "orange"), (2_097_152.0, "red")),
         ),
         Panel(
             "Prompts in the groups",
-            "In prefill, and waiting for pages or for their turn.",
+            "Requests in prefill, and waiting for pages or for their turn.",
             "short",
             [
                 Query(f"sum({by_worker('num_requests_running', GROUPS)})", "read"),
@@ -47,27 +47,27 @@ GROUP = Row(
         ),
         Panel(
             "Tokens read, by method",
-            "Of prompts that a group read to the end, a second.",
+            "Tokens per second of prompts that a group has prefilled completely.",
             "short",
             [Query(rate("prefill_tokens_total", "method"), "{{method}}")],
             stacked=True,
         ),
         Panel(
             "Reading a prompt",
-            "From its first chunk's start to the last stage's end.",
+            "Time from a prompt's first chunk to the last stage's end.",
             "s",
             [Query(quantile(q, "request_prefill_time_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
         ),
         Panel(
             "Waiting for a group",
-            "From the job's arrival to its first chunk's start.",
+            "Time from a job's arrival to its first chunk's start.",
             "s",
             [Query(quantile(q, "request_queue_time_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
             levels=((60.0, "red"),),
         ),
         Panel(
             "Tokens read again",
-            "In an hour: what a group had read of prompts when a worker's death undid it.",
+            "Tokens per hour that were prefilled in vain, because a worker died.",
             "short",
             [Query(increase("tokens_read_again_total", window="1h"), "tokens")],
             levels=((1.0, "orange"),),
@@ -80,7 +80,7 @@ STAGES = Row(
         Panel(
             "Stages that work",
             "Seconds of work a second, by stage, over the groups that are up: 1 is a stage that never idles. "
-            "Counted when a prompt has been read, so that a long one shows late and at once.",
+            "Counted at a prompt's end, so a long prompt shows late and all at once.",
             "percentunit",
             [
                 _stages(f"{_WORK} / scalar(sum({by_worker('worker_up', GROUPS)}))"),
@@ -97,7 +97,7 @@ STAGES = Row(
         ),
         Panel(
             "Unevenness",
-            "Work of the busiest stage over the mean of all: what an even split of the layers would gain.",
+            "The busiest stage's work divided by the mean, which an even split of the layers would gain.",
             "short",
             [
                 Query(
@@ -145,19 +145,19 @@ HANDOFF = Row(
     (
         Panel(
             "KV cache handed over",
-            "Bytes a second, from stages to decode workers.",
+            "Bytes per second from stages to decode workers.",
             "Bps",
             [Query(rate("handoff_bytes_total"), "bytes a second")],
         ),
         Panel(
             "Pulling one prompt's KV cache",
-            "On its decode worker, from the first announcement taken to the last, while prefill continues.",
+            "Time of a prompt's hand-off on its decode worker, from the first message to the last.",
             "s",
             [Query(quantile(q, "handoff_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
         ),
         Panel(
             "Speed of a pull",
-            "Bytes over the seconds that pulls took: the link's speed as one prompt sees it.",
+            "Bytes divided by the time of pulls: the link's speed for one prompt.",
             "Bps",
             [Query(f"{rate('handoff_bytes_total')} / {rate('handoff_seconds_sum')}", "bytes a second")],
         ),
@@ -171,7 +171,7 @@ HANDOFF = Row(
         ),
         Panel(
             "What stages spend on it",
-            "Seconds a second: writing KV cache into pages, gathering it from them, and announcing it.",
+            "Seconds per second spent on writing KV into pages, gathering it, and announcing it.",
             "short",
             [Query(rate(_SECONDS, "phase", _HANDOFF), "{{phase}}")],
             stacked=True,

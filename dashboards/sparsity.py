@@ -74,7 +74,7 @@ BY_METHOD = Row(
         ),
         Panel(
             "Prompts",
-            "Read by prefill groups. Short ones are dense, whatever the method.",
+            "Prompts prefilled by groups. Short ones are dense with every method.",
             "reqps",
             [Query(rate("prefill_prompts_total", "method", _METHOD), "{{method}}")],
             stacked=True,
@@ -107,7 +107,7 @@ COST = Row(
         ),
         Panel(
             "Time saved",
-            "Share of dense attention's estimated time, choosing tiles taken off; below 0 it costs.",
+            "Share of dense attention's estimated time that is saved, after choosing tiles.",
             "percentunit",
             [
                 Query(f"1 - {rate(_SECONDS, 'method', _BOTH)} / ({_dense('method', NOW)})", "{{method}}"),
@@ -117,7 +117,7 @@ COST = Row(
         ),
         Panel(
             "Choosing tiles, by step",
-            "Seconds a second, all stages: anchors, scores, selection, and the Δ correction.",
+            "Seconds per second of all stages for anchors, scores, selection, and the Δ correction.",
             "short",
             [Query(rate(_SECONDS, "phase", _CHOOSING), "{{phase}}")],
             stacked=True,
@@ -125,7 +125,7 @@ COST = Row(
         ),
         Panel(
             "Scoring over attention, by stage",
-            "A stage holds a range of layers, in their order.",
+            "Each stage has a range of layers, in their order.",
             "percentunit",
             [
                 Query(
@@ -171,7 +171,7 @@ BY_LAYER = Row(
     (
         Panel(
             "Density by layer over time",
-            "Tiles computed over causal tiles, of the methods chosen above. Early layers usually need most.",
+            "Share of causal tiles computed, for the methods chosen above. Early layers usually need most.",
             "percentunit",
             [Query(_layers(ratio(_COMPUTED, _CAUSAL, "layer", _METHOD)), "{{layer}}")],
             kind="heatmap",
@@ -181,7 +181,7 @@ BY_LAYER = Row(
         ),
         Panel(
             "Density by layer, whole time range",
-            "Tiles computed over causal tiles, of the methods chosen above.",
+            "Share of causal tiles that was computed, for the methods chosen above.",
             "percentunit",
             [Query(_layers(ratio(_COMPUTED, _CAUSAL, "layer", _METHOD, RANGE)), "{{layer}}")],
             kind="bargauge",
@@ -202,7 +202,7 @@ BY_LAYER = Row(
         ),
         Panel(
             "Attention by layer, with choosing tiles",
-            "Measured seconds a prompt, in the whole time range.",
+            "Measured seconds per prompt, in the time range.",
             "s",
             [Query(_layers(f"{_seconds(_METHOD)} / {_PROMPTS}"), "{{layer}}")],
             kind="bargauge",

@@ -39,7 +39,7 @@ HOW_LONG = Row(
     (
         Panel(
             "Quantiles and mean",
-            "From the request's arrival at the door to its first token.",
+            "Time from a request's arrival at the door to its first token.",
             "s",
             [Query(quantile(q, _TTFT), f"{q:.0%}") for q in (0.5, 0.9, 0.99)] + [Query(mean(_TTFT), "mean")],
             levels=_OBJECTIVE,
@@ -53,7 +53,7 @@ HOW_LONG = Row(
         ),
         Panel(
             "Share within",
-            "First tokens that came within 1, 5 and 30 s. The objective is 95% within 30 s.",
+            "Share of first tokens within 1, 5 and 30 s. The objective is 95% within 30 s.",
             "percentunit",
             [
                 Query(f"{rate(_TTFT + '_bucket', where=within)} / {rate(_TTFT + '_count')}", f"{bound} s")
@@ -158,20 +158,20 @@ WAITS = Row(
     (
         Panel(
             "Waiting for a prefill group",
-            "From the job's arrival at the group to its first chunk. Long: more groups or a sparser method.",
+            "From a job's arrival to its first chunk. If long, add groups or use a sparser method.",
             "s",
             [Query(quantile(q, "request_queue_time_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
             levels=((60.0, "red"),),
         ),
         Panel(
             "Reading the prompt",
-            "From the first chunk's start to the last stage's end.",
+            "Time from the first chunk's start to the last stage's end.",
             "s",
             [Query(quantile(q, "request_prefill_time_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
         ),
         Panel(
             "Pulling the KV cache",
-            "Of one prompt, on its decode worker; most of it during prefill.",
+            "Time of one prompt's hand-off on its decode worker, mostly during prefill.",
             "s",
             [Query(quantile(q, "handoff_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
         ),

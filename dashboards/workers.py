@@ -42,7 +42,7 @@ NOW = Row(
         ),
         Panel(
             "Decode workers",
-            "As the doors know them. Sessions live on their worker and die with it.",
+            "The workers as doors know them. When a worker dies, its sessions are lost.",
             "short",
             _columns(DECODERS, Query(by_worker("sessions", DECODERS), "sessions")),
             kind="table",
@@ -66,7 +66,7 @@ LATELY = Row(
         ),
         Panel(
             "Draining",
-            "Workers that end what they have and go: scaled down, or replaced by a new version.",
+            "Workers that finish their requests and end: scaled down, or replaced by a new version.",
             "short",
             [Query(f"sum({by_worker('worker_draining')})", "draining")],
             levels=_GOING,
@@ -87,7 +87,7 @@ LATELY = Row(
         ),
         Panel(
             "KV cache pages in use",
-            "By worker, groups and decode workers.",
+            "Share of pages in use, by group and decode worker.",
             "percentunit",
             [Query(by_worker("kv_cache_usage_ratio"), "{{worker}}")],
             levels=_FULL,
