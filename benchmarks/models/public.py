@@ -431,9 +431,14 @@ SERVED = (
         ),
         7.5,
     ),
+    Public(
+        "allenai/OLMoE-1B-7B-0924-Instruct",
+        _config("Olmoe", 16, 2048, 1024, 16, 16, 50304, 4096),
+        6.92,
+    ),
 )
 
-_EXPERTS = "a mixture of experts"
+_MLA = "latent attention (MLA)"
 
 REFUSED = (
     Public(
@@ -446,18 +451,33 @@ REFUSED = (
     ),
     Public(
         "openai/gpt-oss-20b",
-        _config("GptOss", num_local_experts=32, sliding_window=128, swiglu_limit=7.0),
-        reason=f"{_EXPERTS}, attention sinks, sliding windows",
+        _config("GptOss", num_local_experts=32, sliding_window=128),
+        reason="attention sinks and experts in MXFP4",
     ),
     Public(
-        "deepseek-ai/DeepSeek-V3",
-        _config("DeepseekV3", n_routed_experts=256, kv_lora_rank=512),
-        reason=f"{_EXPERTS}, latent attention (MLA)",
+        "deepseek-ai/DeepSeek-V3", _config("DeepseekV3", kv_lora_rank=512), reason="latent attention (MLA)"
+    ),
+    Public(
+        "zai-org/GLM-4.7-Flash", _config("Glm4MoeLite", kv_lora_rank=512), reason="latent attention (MLA)"
+    ),
+    Public(
+        "zai-org/GLM-5",
+        _config("GlmMoeDsa", kv_lora_rank=512, index_topk=2048),
+        reason=f"{_MLA}, an indexer that chooses keys (DSA)",
     ),
     Public(
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
         _config("Qwen3Next", num_experts=512, linear_num_value_heads=32),
-        reason=f"{_EXPERTS}, linear attention",
+        reason="linear attention",
+    ),
+    Public(
+        "Qwen/Qwen3.5-27B",
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "text_config": {"layer_types": ["linear_attention", "full_attention"]},
+            "vision_config": {"model_type": "qwen3_5"},
+        },
+        reason="linear attention, images",
     ),
     Public(
         "meta-llama/Llama-4-Scout-17B-16E-Instruct",
@@ -466,23 +486,22 @@ REFUSED = (
             "text_config": {"num_local_experts": 16},
             "vision_config": {"model_type": "llama4_vision_model"},
         },
-        reason=f"{_EXPERTS}, images",
+        reason="attention by chunks, images",
     ),
     Public(
         "google/gemma-2-9b-it",
-        _config(
-            "Gemma2",
-            sliding_window=4096,
-            attn_logit_softcapping=50.0,
-            final_logit_softcapping=30.0,
-        ),
-        reason="sliding windows, capped scores, capped logits",
+        _config("Gemma2", attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+        reason="capped scores, capped logits",
+    ),
+    Public(
+        "google/gemma-4-31B-it",
+        {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {"global_head_dim": 512}},
+        reason="heads of other sizes in layers without windows",
     ),
     Public(
         "ibm-granite/granite-4.0-h-small",
         _config("GraniteMoeHybrid", num_local_experts=72, mamba_d_state=128),
-        reason=f"{_EXPERTS}, state-space layers",
+        reason="state-space layers",
     ),
-    Public("nvidia/Minitron-4B-Base", _config("Nemotron", norm_eps=1e-5), reason="LayerNorms"),
-    Public("microsoft/phi-2", _config("Phi", layer_norm_eps=1e-5), reason="LayerNorms"),
+    Public("nvidia/Minitron-4B-Base", _config("Nemotron", norm_eps=1e-5), reason="no model family"),
 )

@@ -14,13 +14,13 @@ from deltafront.workers.model.families.layer_norms import COHERE, COHERE2, STARC
 from deltafront.workers.model.families.llama import APERTUS, ARCEE, HUNYUAN, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from deltafront.workers.model.families.mistral import MINISTRAL3, MISTRAL
 from deltafront.workers.model.families.mixtral import MINIMAX_M2, MIXTRAL
-from deltafront.workers.model.families.olmo2 import OLMO2, OLMO3
+from deltafront.workers.model.families.olmo2 import OLMO2, OLMO3, OLMOE
 from deltafront.workers.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
 _OURS = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
     *(GRANITE4, GLM, GLM4, GLM4_MOE, EXAONE, EXAONE4, ARCEE, GEMMA3, OLMO3),
-    *(MIXTRAL, QWEN2_MOE, MINIMAX_M2, ERNIE4_5, ERNIE4_5_MOE),
+    *(MIXTRAL, QWEN2_MOE, MINIMAX_M2, ERNIE4_5, ERNIE4_5_MOE, OLMOE),
     *(STARCODER2, COHERE, COHERE2, APERTUS, HUNYUAN),
 )
 
@@ -28,32 +28,34 @@ FAMILIES: dict[str, Family] = {}
 """Families by architecture."""
 
 
+_ARCHITECTURES: Mapping[str, str] = {
+    "Gemma3n": "layers that share their KV cache",
+    "Gemma4": "heads of other sizes in layers without windows",
+    "GptOss": "attention sinks and experts in MXFP4",
+    "Llama4": "attention by chunks",
+    "MiMoV2": "attention sinks",
+    "MiniMaxM3": "an indexer that chooses blocks of keys",
+}
+"""First parts of unsupported architectures' names, each with the feature that is not supported."""
 _SIGNS: Mapping[str, str] = {
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "moe_num_experts": "a mixture of experts",
     "kv_lora_rank": "latent attention (MLA)",
+    "index_topk": "an indexer that chooses keys (DSA)",
     "linear_num_value_heads": "linear attention",
     "linear_attn_config": "linear attention",
     "mamba_d_state": "state-space layers",
     "ssm_state_size": "state-space layers",
     "state_size": "state-space layers",
     "conv_L_cache": "convolutions",
-    "swiglu_limit": "attention sinks",
-    "sliding_window": "sliding windows",
     "attn_logit_softcapping": "capped scores",
     "final_logit_softcapping": "capped logits",
-    "layer_norm_eps": "LayerNorms",
-    "layer_norm_epsilon": "LayerNorms",
-    "norm_eps": "LayerNorms",
-    "norm_epsilon": "LayerNorms",
     "block_configs": "layers of different shapes",
     "is_encoder_decoder": "an encoder",
     "vision_config": "images",
     "audio_config": "sound",
 }
 """Keys in the config.json of unsupported families, each with the feature that it shows."""
+_LAYERS = {"linear_attention": "linear attention", "chunked_attention": "attention by chunks"}
+"""Unsupported values of `layer_types`."""
 
 
 class FamilyError(ValueError):
@@ -95,7 +97,11 @@ def unserved_features(config: Mapping[str, Any]) -> list[str]:
     """List the unsupported features that a model's config.json shows."""
     text = config.get("text_config")
     told = {**config, **(text if isinstance(text, dict) else {})}
-    return list(dict.fromkeys(feature for key, feature in _SIGNS.items() if told.get(key)))
+    named, kinds = str(config.get("architectures")), told.get("layer_types")
+    found = [feature for name, feature in _ARCHITECTURES.items() if f"'{name}" in named]
+    found += [feature for kind, feature in _LAYERS.items() if isinstance(kinds, list) and kind in kinds]
+    found += [feature for key, feature in _SIGNS.items() if told.get(key)]
+    return list(dict.fromkeys(found))
 
 
 def wrapped_architectures() -> frozenset[str]:

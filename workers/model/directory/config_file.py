@@ -149,7 +149,7 @@ def served_family(raw: Mapping[str, Any]) -> Family:
     family = family_of(raw)
     if family is None:
         features = ", ".join(unserved_features(raw))
-        has = f" (it has {features})" if features else ""
+        has = f" (it has {features})" if features else " (no model family describes it)"
         raise ModelError(f"architecture {named[0]!r} is not supported{has}; known: {', '.join(FAMILIES)}")
     return family
 
@@ -158,10 +158,11 @@ def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
     for key, served in family.only.items():
         values = raw[key] if isinstance(raw[key], list) else [raw[key]]
         if odd := [value for value in values if value not in served]:
+            features = ", ".join(unserved_features(raw))
             raise ModelError(
                 f"{family.architecture} with {key} = {odd[0]!r} is not supported, only with "
-                f"{' or '.join(repr(value) for value in served if value is not None)} "
-                f"(it has {', '.join(unserved_features(raw)) or 'something else'})"
+                + (" or ".join(repr(value) for value in served if value is not None) or "null")
+                + (f" (it has {features})" if features else "")
             )
     for key in family.needs:
         if raw.get(key) is None:

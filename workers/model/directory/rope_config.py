@@ -130,21 +130,33 @@ def positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, 
 def refuse_unscaled(overrides: Mapping[str, Any], known: int, architecture: str) -> None:
     """Raise ModelError if a context longer than the model's own (`known`) is configured, unless rope_theta is
     overridden, too."""
-    wanted, family = overrides.get("max_position_embeddings", 0), FAMILIES.get(architecture)
+    wanted, scaling = overrides.get("max_position_embeddings", 0), overrides.get("rope_scaling")
+    if scaling is not None:
+        known = int(scaling["factor"] * scaling[_TRAINED])
     if wanted > known and "rope_theta" not in overrides:
         raise ModelError(
             f"model.max_position_embeddings (--max-model-len) = {wanted}, but the model has {known} "
-            f"positions: {_longer(wanted, family.yarn.get(known) if family else None)}"
+            f"positions: {_longer(makers_yarn(wanted, known, architecture))}"
         )
 
 
-def _longer(wanted: int, trained: int | None) -> str:
-    """Say how a model may serve `wanted` positions. `trained`: as in `Family.yarn`; None: unknown."""
+def makers_yarn(wanted: int, known: int, architecture: str) -> dict[str, Any] | None:
+    """Return the YaRN scaling with which a model's makers extend its `known` positions to `wanted`; None if
+    they recommend none."""
+    family = FAMILIES.get(architecture)
+    trained = family.yarn.get(known) if family is not None else None
     factor = math.ceil(wanted / trained) if trained else math.inf
-    if factor <= _MOST_STRETCHED:
+    if wanted <= known or factor > _MOST_STRETCHED:
+        return None
+    return {"rope_type": "yarn", "factor": float(factor), _TRAINED: trained}
+
+
+def _longer(yarn: Mapping[str, Any] | None) -> str:
+    if yarn is not None:
+        section = ", ".join(f"{key}: {value}" for key, value in yarn.items())
         return (
             "its makers extend it by YaRN, which scales short prompts, too: set model.rope_scaling: "
-            f"{{rope_type: yarn, factor: {factor:.1f}, {_TRAINED}: {trained}}}"
+            f"{{{section}}}"
         )
     return (
         "more need YaRN (model.rope_scaling) with a factor that reaches so far, another model.rope_theta, or "

@@ -38,3 +38,21 @@ OLMO3 = replace(
     ),
     note="Three of four layers have windows, whose rope is not scaled.",
 )
+OLMOE = Family(
+    name="OLMoE",
+    architecture="OlmoeForCausalLM",
+    model_type="olmoe",
+    implied={
+        "attention_bias": False,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "clip_qkv": None,
+    },
+    only={"clip_qkv": (None,)},
+    fixed={"qk_norm": True, "qk_norm_all_heads": True},
+    keys={"intermediate_size": "moe_intermediate_size"},
+    gguf=GgufNames(architecture="olmoe"),
+)

@@ -40,6 +40,7 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool, str]] = {
     "ernie": (gguf.MODEL_ARCH.ERNIE4_5, False, "default"),
     "ernie-moe": (gguf.MODEL_ARCH.ERNIE4_5_MOE, False, "default"),
     "hunyuan-plain": (gguf.MODEL_ARCH.HUNYUAN_DENSE, False, "llama-bpe"),
+    "olmoe": (gguf.MODEL_ARCH.OLMOE, False, "dbrx"),
     "arcee": (gguf.MODEL_ARCH.ARCEE, True, "llama-bpe"),
 }
 """By case: llama.cpp's architecture, True if its converter interleaves the halves of q's and k's heads, and

@@ -90,6 +90,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE, rope_parameters=YARN, tie_word_embeddings=True),
+    "llama-heads-of-112": lambda: transformers.LlamaConfig(**SHAPE | {"hidden_size": 96, "head_dim": 112}),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE | {"head_dim": 32}),
     "qwen3-yarn": lambda: transformers.Qwen3Config(**SHAPE, rope_parameters=YARN),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, **MIXTURE),
@@ -242,4 +243,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SHAPE, rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
     ),
     "hunyuan-plain": lambda: transformers.HunYuanDenseV1Config(**SHAPE | {"head_dim": 32}, **PADDING),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **SHAPE | WITHOUT_HEAD_DIM | {"intermediate_size": 32},
+        num_experts=8,
+        num_experts_per_tok=3,
+        pad_token_id=0,
+    ),
 }

@@ -42,12 +42,14 @@ def save(directory: Path, family: str = "llama", size: str = "1GB", **more: Any)
         more |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
     if family == "glm4_moe":
         more |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
+    if family == "olmoe":  # its norms of q and k do not know head_dim
+        more |= {"head_dim": HIDDEN // HEADS}
     if family == "cohere2":
         more |= {"sliding_window": 32}
     if family == "granitemoehybrid":
         more |= {"num_local_experts": 0, "shared_intermediate_size": INNER, "position_embedding_type": "rope"}
         more |= {"mamba_n_heads": 1}
-    config = transformers.CONFIG_MAPPING[family](**SHAPE, **more)
+    config = transformers.CONFIG_MAPPING[family](**SHAPE | more)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory, max_shard_size=size)
     return directory
