@@ -8,7 +8,7 @@ from __future__ import annotations
 import json as json_format
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -27,6 +27,7 @@ from deltafront.workers.model.calibrated.profile import (
     Profile,
     ProfiledModel,
     ProfiledText,
+    among,
     load_profile,
 )
 from deltafront.workers.model.directory.digest import model_digest
@@ -113,7 +114,9 @@ def calibrate_command(
         spec = ModelSpec(path=path, adapter=adapter, dtype=cast(Dtype, dtype), profile=old, **rope)
         new = load_profile(spec)
         attention = method_spec(method, read_options(option))
-        documents = _Documents(_tokenizer(Path(path)), {file: read_text(file) for file in text}, questions)
+        contents = {file: read_text(file) for file in text}
+        _refuse_evaluated(new, contents)
+        documents = _Documents(_tokenizer(Path(path)), contents, questions)
         texts = [] if add else documents.for_pages(budget, tokens)
         by_length = {tokens: documents.of_length(tokens) for tokens in sorted(set(length))}
         if density:
@@ -202,6 +205,12 @@ def _choose_delta_layers(
         return calibrate(stack, texts, layers, **pages)
     first = calibrate(stack, texts, 1, **pages)  # the search chooses their number
     return refine(stack, texts, first, dense_layers, **pages, tell=err.print)
+
+
+def _refuse_evaluated(profile: Profile | None, contents: Mapping[str, str]) -> None:
+    used = () if profile is None or profile.measured is None else profile.measured.texts
+    if names := among(used, contents):
+        raise ValueError(f"--text {names[0]}: it evaluated the profile: calibrate on another text")
 
 
 def _tell(progress: str) -> None:

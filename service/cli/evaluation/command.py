@@ -7,7 +7,6 @@ runs.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json as json_format
 import time
 from collections.abc import Iterator, Sequence
@@ -16,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Column, Table
 
 from deltafront.kernels.methods import MethodError
 from deltafront.service.cli.evaluation.plot import svg
-from deltafront.service.cli.terminal import err, fail, read_text
+from deltafront.service.cli.terminal import err, fail, read_options, read_text
 from deltafront.service.wiring import shown_name
 from deltafront.workers.evaluation.comparison import HEADER, ComparedRow, cells
 from deltafront.workers.evaluation.evaluation import Evaluation
@@ -41,13 +41,14 @@ from deltafront.workers.model.calibrated.profile import (
     Profile,
     ProfiledModel,
     ProfiledText,
+    among,
     load_profile,
 )
 from deltafront.workers.model.directory.digest import model_digest
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import model_directory
 from deltafront.workers.model.directory.tokenizer_files import tokenizer_json
-from deltafront.workers.settings import Dtype, ModelSpec
+from deltafront.workers.settings import Dtype, ModelSpec, RopeScaling
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -90,6 +91,7 @@ def evaluate_command(
     seed: Annotated[int, typer.Option(help="Another one makes other facts and places.")] = 0,
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory.")] = None,
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
+    rope_scaling: Annotated[list[str], typer.Option(help="NAME=NUMBER of model.rope_scaling.")] = [],  # noqa: B006
     positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="bfloat16 on a GPU, float32 on CPUs.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (cuda where there is a GPU).")] = None,
@@ -109,6 +111,9 @@ def evaluate_command(
     device = device or default_device()
     spec_of: dict[str, Any] = {"rope_theta": rope_theta, "max_position_embeddings": positions}
     try:
+        if rope_scaling:
+            scaling = TypeAdapter(RopeScaling).validate_python(read_options(rope_scaling))
+            spec_of["rope_scaling"] = scaling
         spec = ModelSpec(
             path=str(model_directory(model)),
             adapter=adapter,
@@ -157,10 +162,8 @@ class _Source:
 
     def check(self, ask: str, profile: Profile | None) -> None:
         """Raise ValueError for texts that calibrated the profile, and for prompts that make no session."""
-        calibrated = set() if profile is None else {each.sha256 for each in profile.texts}
-        for name, content in self.texts.items():
-            if hashlib.sha256(content.encode()).hexdigest() in calibrated:
-                raise ValueError(f"--text {name}: it calibrated the profile: evaluate on another text")
+        if names := among(() if profile is None else profile.texts, self.texts):
+            raise ValueError(f"--text {names[0]}: it calibrated the profile: evaluate on another text")
         if ask != "prompt" and any(not one.document for one in self.questions):
             raise ValueError(f"--ask {ask}: needs `document` and `question` on every line, not `prompt`")
 
@@ -196,7 +199,8 @@ class _Run:
         if counts and max(counts) > most:
             raise ValueError(f"--questions: a prompt of {max(counts)} tokens; the model takes {most}")
         self._longest = longest
-        self.tokens = tuple(sorted({*([longest] if source.texts else []), *counts}))
+        lengths = [*([longest] if source.texts else []), *counts]
+        self.tokens = tuple(sorted({min(lengths), max(lengths)}))
         chunk = GPU_CHUNK if cuda else CPU_CHUNK
         room = max(self.tokens) + 8  # question and document are tokenised apart
         self.model: OneModel = OneModel(stack, self._tokenizer, room, chunk, answer, profile)

@@ -11,13 +11,14 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from deltafront.service.cli.calibrate import calibrate_command
 from deltafront.service.cli.evaluation.command import BUILT_IN, evaluate_command
 from deltafront.service.cli.serve import describe_attention, read_settings
 from deltafront.service.config import ConfigError, parse
 from deltafront.workers.model.calibrated.profile import Measured, Profile, ProfiledText, load_profile
 from deltafront.workers.settings import ModelSpec
 
-from ...workers.profiles import write_profile
+from ...workers.profiles import make_profile, write_profile
 from ...workers.tiny_model import make_tiny_model
 from ..inprocess import VOCABULARY, write_tokenizer
 
@@ -110,6 +111,25 @@ def test_own_text_is_continued_and_may_not_have_calibrated(model: Path, tmp_path
     assert done.exit_code == 0, done.output
     measured, before = Profile.read(profile), ProfiledText.of(PROSE, 1500)
     assert measured.prefill and measured.measured is not None and measured.measured.texts == (before,)
+
+
+def test_calibration_refuses_a_text_that_evaluated(model: Path, tmp_path: Path) -> None:
+    text, path = tmp_path / "mine.txt", tmp_path / "profile.json"
+    text.write_text(PROSE)
+    measured = MEASURED.model_copy(update={"texts": (ProfiledText.of(PROSE, 1500),)})
+    write_profile(model, path, measured=measured)
+    app = typer.Typer()
+    app.command()(calibrate_command)
+    given = [model, "--text", text, "--profile", path, "--add", "--density", 0.9, "--length", 600]
+    done = CliRunner().invoke(app, [str(one) for one in given])
+    assert done.exit_code == 1 and "it evaluated the profile: calibrate on another text" in done.output
+
+
+def test_new_levels_drop_a_measured_setting_that_goes_by_levels(model: Path) -> None:
+    by_level = MEASURED.model_copy(update={"method": "dpxa", "options": {"density": 0.3}})
+    for measured, kept in ((MEASURED, MEASURED), (by_level, None)):
+        profile = make_profile(model, measured=measured)
+        assert profile.plus(profile.prefill[0], ()).measured == kept
 
 
 MEASURED = Measured(

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,7 +96,7 @@ class Measured(_Section):
     """The setting that an evaluation found for this model: the service's default.
 
     Args:
-        tokens: Prompt lengths that were measured.
+        tokens: The shortest and the longest prompt.
         kept, low, high: The score over dense attention's, and its 95% interval.
         verdict: In one line, for people.
         texts: The texts that prompts were made of. No calibration may use them.
@@ -177,7 +177,8 @@ class Profile(_Section):
         """Return a profile with added levels. They replace levels of the same method, options, density and
         length.
 
-        `texts` are the texts on which the new levels were calibrated.
+        `texts` are the texts on which the new levels were calibrated. A measured setting with a density is
+        dropped.
         """
         families = {_key(levels): levels for levels in self.prefill}
         key = _key(made)
@@ -185,7 +186,10 @@ class Profile(_Section):
         levels = {(level.tokens, level.density): level for level in (*old, *made.levels)}
         families[key] = made.model_copy(update={"levels": tuple(levels[at] for at in sorted(levels))})
         new = tuple(text for text in texts if text not in self.texts)
-        return self.model_copy(update={"prefill": tuple(families.values()), "texts": (*self.texts, *new)})
+        changed = {"prefill": tuple(families.values()), "texts": (*self.texts, *new)}
+        if self.measured is not None and "density" in self.measured.options:
+            changed["measured"] = None  # its level may be another now
+        return self.model_copy(update=changed)
 
     def check(self, config: ModelConfig, digest: str) -> None:
         """Raise ProfileError unless the profile fits this model and the known attention methods."""
@@ -241,6 +245,12 @@ def load_profile(model: ModelSpec) -> Profile | None:
     except ProfileError as error:
         raise ProfileError(f"model.profile: {path}: {error}") from None
     return profile
+
+
+def among(used: Sequence[ProfiledText], contents: Mapping[str, str]) -> list[str]:
+    """Return the names of texts whose content is one of the `used` texts."""
+    hashes = {text.sha256 for text in used}
+    return [name for name, content in contents.items() if ProfiledText.of(content, 1).sha256 in hashes]
 
 
 def shaping_options(spec: MethodSpec) -> dict[str, Value]:
