@@ -188,7 +188,7 @@ def forbidden(module: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", CHECKED)
-def test_module_imports_only_what_its_room_may(module: str) -> None:
+def test_module_imports_only_what_the_table_permits(module: str) -> None:
     assert room_of(module) or not imports(module), "it is in no room: add one to ROOMS"
     wrong = forbidden(module)
     assert not wrong, f"{module} of room {room_of(module)} must not take {wrong}"

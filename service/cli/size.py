@@ -287,7 +287,7 @@ def row(sized: Sizing) -> dict[str, str]:
 
 
 def named(sized: Sizing) -> str:
-    """Return a model's name, with the parts that have 8 bits."""
+    """Return a model's name, with its 8-bit formats (weights, KV cache)."""
     parts = [sized.model, sized.quantisation, sized.kv_dtype and f"KV cache {sized.kv_dtype}"]
     return ", ".join(part for part in parts if part)
 

@@ -350,7 +350,7 @@ def test_two_doors_export_a_workers_gauges_once(tmp_path: Path) -> None:
         assert sum(v for k, v in seen.items() if k.startswith(f"deltafront_{gauge}{{")) == wanted
 
 
-def test_a_metrics_port_stopped_while_it_opens_is_closed(
+def test_exporter_stopped_during_its_start_closes_its_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Exporter(Metrics(tmp_path), "127.0.0.1", 0)

@@ -32,7 +32,7 @@ ANSWER = "Sunny in Rome."
 
 
 def case(run: Callable[[], object]) -> Callable[[], object]:
-    """Add a case. It returns nothing if it works, or the words of a refusal."""
+    """Add a case. A case returns None if the client works, or the message of a refusal."""
     CASES.append((run.__name__, run))
     return run
 
