@@ -186,7 +186,7 @@ class Profile(_Section):
         levels = {(level.tokens, level.density): level for level in (*old, *made.levels)}
         families[key] = made.model_copy(update={"levels": tuple(levels[at] for at in sorted(levels))})
         new = tuple(text for text in texts if text not in self.texts)
-        changed = {"prefill": tuple(families.values()), "texts": (*self.texts, *new)}
+        changed: dict[str, Any] = {"prefill": tuple(families.values()), "texts": (*self.texts, *new)}
         if self.measured is not None and "density" in self.measured.options:
             changed["measured"] = None  # its level may be another now
         return self.model_copy(update=changed)
