@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what the model reads, answers whole and streamed, counts, errors."""
+"""Anthropic's Messages API: prompts, whole and streamed answers, counts, errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def message(address: str, **body: Any) -> Json:
 
 
 def events_of(answer: httpx.Response) -> list[Json]:
-    """The events but pings, whose names are their objects' types."""
+    """Return the events without pings, after checking that each event's name is its object's type."""
     events = []
     for event in answer.text.strip(" \n").split("\n\n"):
         name, data = event.strip(" \n").split("\n")
@@ -58,7 +58,7 @@ def events_of(answer: httpx.Response) -> list[Json]:
 
 
 def assembled(events: list[Json]) -> Json:
-    """Put a stream together as Anthropic's clients do."""
+    """Assemble a message from a stream, like Anthropic's clients."""
     begin, *middle, delta, stop = events
     assert begin["type"] == "message_start" and stop == {"type": "message_stop"}
     whole, texts = begin["message"], list[list[str]]()
@@ -142,7 +142,7 @@ def test_cache_control_retains_the_prompt(address: str, house: House, ttl: Json,
     assert key is not None and key.retain_s == 0
 
 
-def test_usage_tells_what_the_prefix_cache_had(address: str) -> None:
+def test_usage_counts_tokens_from_the_prefix_cache(address: str) -> None:
     asked: Json = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 3}
     first, second = message(address, **asked)["usage"], message(address, **asked)["usage"]
     assert first["cache_read_input_tokens"] == 0 < second["cache_read_input_tokens"]
@@ -151,7 +151,7 @@ def test_usage_tells_what_the_prefix_cache_had(address: str) -> None:
     assert post(address, "/count_tokens", **asked).json() == {"input_tokens": total}
 
 
-def test_stop_sequence_that_ended_an_answer_is_named(address: str, says: Any) -> None:
+def test_answer_names_its_stop_sequence(address: str, says: Any) -> None:
     says("one two three")
     answer = message(address, stop_sequences=["three", "two"])
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "two")
@@ -164,25 +164,25 @@ def test_stop_sequence_that_ended_an_answer_is_named(address: str, says: Any) ->
     [({"type": "any", "disable_parallel_tool_use": True}, {"weather", "other"}),
      ({"type": "tool", "name": "other"}, {"other"})],
 )  # fmt: skip
-def test_chosen_tools_must_be_called(address: str, says: Any, choice: Json, names: set[str]) -> None:
+def test_tool_choice_forces_the_call(address: str, says: Any, choice: Json, names: set[str]) -> None:
     says(call("other", ROME))
     (used,) = message(address, tools=[TOOL, {**TOOL, "name": "other"}], tool_choice=choice)["content"]
     assert used["name"] in names and used["input"].keys() == {"city", "days"}
 
 
-def test_call_cut_by_max_tokens_has_what_came(address: str, says: Any) -> None:
+def test_tool_call_cut_by_max_tokens_has_partial_arguments(address: str, says: Any) -> None:
     says(call("weather", ROME))
     answer = message(address, tools=[TOOL], max_tokens=70)
     assert answer["stop_reason"] == "max_tokens"
     assert answer["content"][0]["input"] == {"city": "Rome"}
 
 
-def test_form_of_output_config_is_followed(address: str) -> None:
+def test_answer_follows_output_config(address: str) -> None:
     answer = message(address, output_config={"format": {"type": "json_schema", "schema": WEATHER}})
     assert json.loads(answer["content"][0]["text"]).keys() == {"city", "days"}
 
 
-def test_fields_of_claude_code_are_taken(address: str, house: House) -> None:
+def test_accepts_the_fields_of_claude_code(address: str, house: House) -> None:
     message(
         address,
         metadata={"user_id": "u"},

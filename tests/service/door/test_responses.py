@@ -1,4 +1,4 @@
-"""OpenAI's Responses API through its client: items, tools, forms, events, and responses that are kept."""
+"""OpenAI's Responses API through its client: items, tools, output formats, events, and stored responses."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_store_false_keeps_nothing(
     assert ask(alpha, previous_response_id=theirs.id).output_text
 
 
-def test_form_of_a_response_is_followed(api: openai.OpenAI) -> None:
+def test_response_follows_the_requested_format(api: openai.OpenAI) -> None:
     parsed = api.responses.parse(model=MODEL, input="hi", text_format=Trip).output_parsed
     assert isinstance(parsed, Trip)
     assert ask(api, text={"format": {"type": "json_object"}}).output_text[0] == "{"
@@ -256,12 +256,12 @@ def test_fault_in_mid_stream_ends_in_a_failed_response(
     assert last.type == "response.failed" and last.response.error.code == "internal_error"
 
 
-def test_paths_beside_responses_say_what_is_served(address: str) -> None:
+def test_unsupported_response_paths_list_the_served_ones(address: str) -> None:
     answer = httpx.post(f"{address}/v1/responses/resp_1/cancel", headers=JSON)
     assert answer.status_code == 404 and "/v1/responses" in answer.json()["error"]["message"]
 
 
-def test_store_gives_up_the_oldest_by_bytes_and_age() -> None:
+def test_store_evicts_the_oldest_by_bytes_and_age() -> None:
     now, said = [0.0], [{"role": "user", "content": "x" * 1000}]
     size = 2 * size_of(said) + size_of({})
     store = ResponseStore(10 * size, lambda: now[0])
@@ -277,7 +277,7 @@ def test_store_gives_up_the_oldest_by_bytes_and_age() -> None:
     assert not has(store, 19_999) and store.size == 0
 
 
-def test_running_response_is_bounded_but_not_yet_there() -> None:
+def test_running_response_counts_but_cannot_be_retrieved() -> None:
     said = [{"role": "user", "content": "x" * 1000}]
     store = ResponseStore(2 * size_of(said))
     for number in range(3):

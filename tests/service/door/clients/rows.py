@@ -12,7 +12,7 @@ BASE, MODEL = sys.argv[1:3] if len(sys.argv) > 2 else ("", "")
 """The service's address, and its model."""
 QUESTION = "How is the weather in Rome?"
 MARK = "row: "
-"""Before each line, since some clients print, too."""
+"""The prefix of each line, because some clients print, too."""
 CASES: list[tuple[str, Callable[[], object]]] = []
 
 
@@ -38,7 +38,7 @@ def case(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def refusal(call: Callable[[], object], words: str) -> str:
-    """Return the message of an error, which must have these words."""
+    """Return the message of an error, which must contain these words."""
     try:
         call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""litellm, in OpenAI's and Anthropic's form."""
+"""litellm with OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 

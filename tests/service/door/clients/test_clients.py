@@ -1,7 +1,7 @@
-"""Clients that others wrote, in an environment of their own, against a door with a scripted worker.
+"""Third-party clients, in their own environment, with a door and a scripted worker.
 
-The worker's answers are scripted, because the clients' parsing is tested: it calls the first tool that it is
-shown, and answers once it has the result.
+The test is about the clients' parsing, so the worker's answers are scripted: it calls the first tool, and
+answers once it has the result.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def script_for(prompt: str, form: bool) -> str:
 
 @pytest.fixture(scope="module")
 def clients_python() -> Path:
-    """Python of the clients' environment, which is made once for these versions."""
+    """Return the Python of the clients' environment, which is made once for these versions."""
     python, made = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "requirements.txt"
     if not made.exists() or made.read_text() != REQUIREMENTS.read_text():
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -78,7 +78,7 @@ def house(make_house: Callable[..., House], tmp_path: Path) -> House:
 
 @pytest.mark.long
 @pytest.mark.parametrize("client", CLIENTS)
-def test_client_works_or_is_refused_in_words(clients_python: Path, client: str, address: str) -> None:
+def test_client_works_or_gets_a_clear_refusal(clients_python: Path, client: str, address: str) -> None:
     command = [clients_python, HERE / f"run_{client}.py", address, MODEL]
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)

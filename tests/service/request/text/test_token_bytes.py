@@ -1,4 +1,4 @@
-"""A token's bytes, by both ways in which tokenizers write them."""
+"""The bytes of tokens, for byte-level and sentencepiece tokenizers."""
 
 from __future__ import annotations
 
