@@ -28,7 +28,7 @@ Deferred: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "deferred"]
 both."""
 
 PrefillEvent = events.ChunkRead | events.PrefillDone | requests.Refused
-GenerateEvent = events.FirstTokenTimings | events.Token | events.FinishEvent
+GenerateEvent = events.PromptLogprobs | events.FirstTokenTimings | events.Token | events.FinishEvent
 
 
 class Stage(Protocol):

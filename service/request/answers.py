@@ -58,16 +58,24 @@ class GenerateFinished:
 
 
 @dataclass(frozen=True)
+class Echo:
+    """A part of the prompt, before the answer: its text, or tokens with their log-probabilities."""
+
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True)
 class ChoiceEvent:
     """An event of one answer among several. `index` counts the choices of all prompts, `choice` those of its
     own."""
 
     index: int
     choice: int
-    event: Progress | Usage | Token | PrefillFinished | GenerateFinished
+    event: Progress | Echo | Usage | Token | PrefillFinished | GenerateFinished
 
 
-RequestEvent = Progress | Usage | Token | PrefillFinished | GenerateFinished | ChoiceEvent
+RequestEvent = Progress | Echo | Usage | Token | PrefillFinished | GenerateFinished | ChoiceEvent
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,10 @@ class CompletionRequest(GenerateRequest):
         choices: Number of answers of each prompt.
         shown: How many of them the client gets.
         more_prompts: Prompts to answer beside `prompt`, with the same options.
+        echo: Whether the prompt comes before its answer, with log-probabilities if the answer has them.
     """
 
+    echo: bool = False
     choices: int = 1
     shown: int = 1
     more_prompts: tuple[Prompt, ...] = field(default=(), repr=False)
@@ -179,6 +181,7 @@ class Call:
         remembers: Whether the prompt enters the prefix cache when the request ends.
         retain_s: Seconds during which other cached blocks are evicted first.
         skip_cache: Prefill the whole prompt, even if the prefix cache has a part of it.
+        echo: Whether the prompt comes before its answer, which may have no token then.
     """
 
     request_id: str
@@ -197,10 +200,11 @@ class Call:
     remembers: bool = True
     retain_s: float = 0.0
     skip_cache: bool = False
+    echo: bool = False
 
     @property
     def prefill_only(self) -> bool:
-        return self.sampling.max_tokens == 0
+        return self.sampling.max_tokens == 0 and not self.echo
 
 
 def tools_of(prompt: Prompt | None, append: Prompt | None) -> Tools | None:

@@ -15,6 +15,7 @@ from deltafront.service.errors import DeadlineExceeded, InvalidArgument, TooLong
 from deltafront.service.request.calls import (
     AttentionMethod,
     Call,
+    CompletionRequest,
     Constraint,
     GenerateRequest,
     Messages,
@@ -87,14 +88,21 @@ def _generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call
     _check_source(request)
     possible = request.page_selection is not PageSelection.DELTA or limits.delta_layers
     _require(possible, "page_selection", "this server has no delta layers configured: use full")
-    call = _common(request, owner, limits, _sampling(request.sampling, limits))
+    echo = isinstance(request, CompletionRequest) and request.echo
+    call = _common(request, owner, limits, _sampling(request.sampling, limits, least=0 if echo else 1))
     blocks = _recompute_blocks(request.recompute_blocks, limits)
     return replace(
         call,
         session_id=request.session_id,
         append=_prompt("append", request.append, limits),
         stop=_stop(request.sampling.stop),
-        options=replace(call.options, page_selection=request.page_selection, recompute_blocks=blocks),
+        options=replace(
+            call.options,
+            page_selection=request.page_selection,
+            recompute_blocks=blocks,
+            prompt_logprobs=_prompt_logprobs(request.sampling) if echo else None,
+        ),
+        echo=echo,
         constraint=_constraint(request.constraint),
         answered=_answered(request.answered_ids, call.sampling.max_tokens, limits),
         fit_max_tokens=request.sampling.max_tokens is None,
@@ -235,7 +243,12 @@ def _recompute_blocks(blocks: int | None, limits: Limits) -> int:
     return blocks
 
 
-def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
+def _prompt_logprobs(params: SamplingParams) -> int | None:
+    """Return what to read of an echoed prompt. One without an answer is read for itself."""
+    return params.top_logprobs or 0 if params.max_tokens == 0 else params.top_logprobs
+
+
+def _sampling(params: SamplingParams, limits: Limits, least: int = 1) -> Sampling:
     given = {name: value for name, value in vars(params).items() if value is not None and name != "stop"}
     sampling = replace(limits.default_sampling, **given)
     _check_sampling(sampling)
@@ -247,7 +260,8 @@ def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
     if sampling.max_tokens > limits.positions:
         more = f"{sampling.max_tokens} is more than the model's {limits.positions} positions"
         raise TooLong("sampling.max_tokens", f"{more}: ask for less")
-    _require(sampling.max_tokens >= 1, "sampling.max_tokens", f"{sampling.max_tokens} must be at least 1")
+    bounds = f"{sampling.max_tokens} must be at least {least}"
+    _require(sampling.max_tokens >= least, "sampling.max_tokens", bounds)
     bounds = f"{sampling.min_tokens} must be between 0 and max_tokens, {sampling.max_tokens}"
     _require(0 <= sampling.min_tokens <= sampling.max_tokens, "sampling.min_tokens", bounds)
     return sampling if sampling.temperature else replace(sampling, seed=0)  # greedy answers draw nothing

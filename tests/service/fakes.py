@@ -25,6 +25,7 @@ from deltafront.workers.messages.events import (
     PrefillDone,
     PrefillReport,
     Prefix,
+    PromptLogprobs,
     Session,
     SessionKept,
     Token,
@@ -71,6 +72,22 @@ def follow(grammar: GrammarState | None, token: int) -> int:
 
 def _ends(sampling: Sampling, token: int) -> bool:
     return token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos)
+
+
+def _measured(job: GenerateJob, top: int) -> PromptLogprobs:
+    """Return a prompt's tokens, each of the log-probability -id/100, which is the highest."""
+    ids = memoryview(job.extend_ids).cast("I").tolist()
+    prompt = list(enumerate(ids[: len(ids) - job.answered_tokens]))[1:]
+    tokens = (
+        Token(
+            index=index,
+            token_id=token,
+            logprob=-token / 100,
+            top=tuple(TokenLogprob(token_id=(token + n) % 256, logprob=-token / 100 - n) for n in range(top)),
+        )
+        for index, token in prompt
+    )
+    return PromptLogprobs(tokens=tuple(tokens))
 
 
 def _top(token: int, count: int) -> tuple[TokenLogprob, ...]:
@@ -333,7 +350,16 @@ class FakeDecode(Pausing):
         host, disk = (self.host_tokens, self.disk_tokens) if reservation.prefix_tokens else (0, 0)
         return Reserved(pages=need, held_tokens=before, host_tokens=host, disk_tokens=disk)
 
-    async def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]:
+    async def generate(
+        self, job: GenerateJob
+    ) -> AsyncIterator[PromptLogprobs | FirstTokenTimings | Token | FinishEvent]:
+        request = self._requests.get(job.request_id)
+        if request is not None and request.reservation.options.prompt_logprobs is not None:
+            yield _measured(job, request.reservation.options.prompt_logprobs)
+        async for event in self._answer(job):
+            yield event
+
+    async def _answer(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]:
         self.jobs.append(job)
         request = self._requests.get(job.request_id)
         if request is None:

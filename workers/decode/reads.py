@@ -9,7 +9,7 @@ question.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +26,16 @@ class Read:
     Attributes:
         select_blocks: Number of blocks to select for `Recompute`; 0: none.
         select_among: Only blocks of this many first tokens can be selected.
+        targets: The tokens after each of `ids`, whose log-probabilities are returned; empty: none.
+        top: Number of likeliest tokens that are returned with each target.
     """
 
     start: int
     ids: Sequence[int]
     select_blocks: int = 0
     select_among: int = 0
+    targets: Sequence[int] = ()
+    top: int = 0
 
     @property
     def end(self) -> int:
@@ -81,6 +85,13 @@ def plan_reads(
     return [*first, looking, Recompute(), end, *answer]
 
 
+def scored(steps: Iterable[Step], prompt: Sequence[int], top: int) -> Iterator[Step]:
+    """Have the reads of a whole prompt return the log-probabilities of its tokens."""
+    for step in steps:
+        assert isinstance(step, Read), "nothing is recomputed where a worker prefills the whole prompt"
+        yield replace(step, targets=prompt[step.start + 1 : step.end + 1], top=top)
+
+
 def next_layers(read: int, here: int, layers: int) -> range:
     """Choose the layers that a `Read` computes next, while KV arrives layer by layer. Empty if too few are
     there.
@@ -123,9 +134,10 @@ def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
 def appended_ids(reservation: Reservation, job: GenerateJob, vocab: int) -> array[int]:
     """Check a job against its reservation, and return the ids to prefill. Raises ValueError if they
     differ."""
-    new_tokens = job.sampling.max_tokens
-    if not 1 <= new_tokens <= reservation.max_tokens:
-        raise ValueError(f"max_tokens {new_tokens} must be 1 .. {reservation.max_tokens}, which was reserved")
+    new_tokens, least = job.sampling.max_tokens, int(reservation.options.prompt_logprobs is None)
+    if not least <= new_tokens <= reservation.max_tokens:
+        bounds = f"{least} .. {reservation.max_tokens}"
+        raise ValueError(f"max_tokens {new_tokens} must be {bounds}, which was reserved")
     ids = np.frombuffer(job.extend_ids, dtype="<u4")
     expected = reservation.new_tokens if reservation.reads else reservation.resume_tokens
     if len(ids) == 0 and reservation.reads:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from deltafront.kernels.constants import BLOCK
-from deltafront.workers.decode.reads import Recompute, Step, next_layers, plan_reads
+from deltafront.workers.decode.reads import Recompute, Step, next_layers, plan_reads, scored
 from deltafront.workers.decode.sampling.row_options import AnswerSoFar
 from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.kv.handoff.inbox import KVInbox
@@ -23,6 +23,7 @@ from deltafront.workers.messages.events import (
     FinishEvent,
     FinishReason,
     FirstTokenTimings,
+    PromptLogprobs,
     Token,
 )
 from deltafront.workers.messages.requests import (
@@ -37,7 +38,7 @@ from deltafront.workers.messages.stages import HandoffFailed
 from deltafront.workers.model.grammars import GrammarState
 from deltafront.workers.tracing import NO_SPAN, Span
 
-DecodeEvent = FirstTokenTimings | Token | FinishEvent
+DecodeEvent = PromptLogprobs | FirstTokenTimings | Token | FinishEvent
 
 
 @dataclass(kw_only=True)
@@ -201,6 +202,8 @@ class DecodeRequest:
         )
         self.recomputes = any(isinstance(step, Recompute) for step in self.reads)
         prompt_end = len(extend_ids) - answered
+        if self.options.prompt_logprobs is not None:
+            self.reads = deque(scored(self.reads, extend_ids[:prompt_end], self.options.prompt_logprobs))
         self.answer_ids += extend_ids[prompt_end:]
         if self.known_ids:
             self.known_ids += extend_ids[:prompt_end]

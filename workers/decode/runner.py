@@ -30,6 +30,7 @@ from deltafront.workers.decode.step_rows import (
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.kv.pages.request_pages import PageCopy
+from deltafront.workers.messages.events import Token
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
 from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
@@ -38,6 +39,8 @@ from deltafront.workers.settings import KVDtype
 
 _RAGGED = 77
 """Number of appended tokens in warm-up. Kernels specialise on no divisor of it."""
+_LOGIT_ROWS = 32
+"""Rows of a prompt's logits at once, which bounds their memory."""
 _AGAIN = 2
 """Number of blocks that warm-up recomputes. More blocks would compile no other kernel."""
 
@@ -49,10 +52,12 @@ class ReadResult:
     Attributes:
         logits_V: Logits after the last token, if requested.
         blocks: The blocks that the last tokens attend to most, ascending.
+        logprobs: The read's targets.
     """
 
     logits_V: torch.Tensor | None = None
     blocks: Sequence[int] = ()
+    logprobs: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -212,8 +217,24 @@ class DecodeRunner:
             return ReadResult()
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
         blocks = () if select_blocks is None else select_blocks.most_attended(step.select_blocks)
+        logprobs = self._logprobs(hidden_TC, step) if step.targets else ()
         self._wait()
-        return ReadResult(logits_V, blocks)
+        return ReadResult(logits_V, blocks, logprobs)
+
+    def _logprobs(self, hidden_TC: torch.Tensor, step: Read) -> tuple[Token, ...]:
+        """Compute the log-probabilities of a read's targets, a few rows of logits at a time."""
+        found = list[SampledToken]()
+        for at in range(0, len(step.targets), _LOGIT_ROWS):
+            ids = step.targets[at : at + _LOGIT_ROWS]
+            logits_TV = self.stack.logits(hidden_TC[at : at + len(ids)])
+            ids_T = torch.tensor(ids, dtype=torch.int64, device=self.stack.device)
+            logprob_T = logits_TV.log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
+            chosen = add_top(logits_TV, ids_T, logprob_T, step.top)
+            found += LaunchedStep(*chosen, [(0, 0)] * len(ids)).chosen()
+        return tuple(
+            Token(index=place, token_id=one.token, logprob=one.logprob, top=one.top)
+            for place, one in enumerate(found, step.start + 1)
+        )
 
     def forget_read(self, key: int) -> None:
         """Drop the hidden states of an unfinished `Read`; unknown keys are ignored."""

@@ -21,7 +21,7 @@ from deltafront.workers.decode.reads import Read, Recompute, Step
 from deltafront.workers.decode.request import DecodeRequest
 from deltafront.workers.decode.runner import DecodeRunner, ReadPart, ReadResult
 from deltafront.workers.decode.step_rows import LaunchedStep, SampledToken
-from deltafront.workers.messages.events import FinishReason, Token
+from deltafront.workers.messages.events import FinishReason, PromptLogprobs, Token
 from deltafront.workers.model.grammars import Mask
 from deltafront.workers.pace import Recent
 from deltafront.workers.settings import DecodeConfig
@@ -216,13 +216,22 @@ class DecodeScheduler:
             request.times.recomputed_tokens += BLOCK * len(request.blocks)
             return
         request.length = max(request.length, step.end)
+        if outcome.logprobs:
+            request.events.put_nowait(PromptLogprobs(tokens=outcome.logprobs))
         if step.select_blocks:
             request.blocks, request.times.blocks_selected = outcome.blocks, self._clock()
         if last:
             self._appending.remove(request)
             request.logits = outcome.logits_V
             request.times.read = self._clock()
+            await self._begin_answer(request)
+
+    async def _begin_answer(self, request: DecodeRequest) -> None:
+        if request.left:
             await self._sample_first([request])
+            return
+        self._before_first(request)
+        request.close(FinishReason.LENGTH, "")
 
     def _work(
         self, request: DecodeRequest, step: Step, layers: range, last: bool

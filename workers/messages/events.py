@@ -110,7 +110,8 @@ class Token:
 
     Attributes:
         index: Counts from 0.
-        logprob: The token's natural log probability, before temperature, top_p and top_k.
+        logprob: The token's natural log probability, before temperature, top_p and top_k. NaN for a prompt's
+            first token, which has none.
         text: Set by the API server; empty while a character or a stop string is incomplete.
         top: The likeliest tokens at this place, the likeliest first, as many as the request asks for.
     """
@@ -120,6 +121,13 @@ class Token:
     logprob: float
     text: str = ""
     top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLogprobs:
+    """Tokens of the prompt that follow one another. Their `index` is their position."""
+
+    tokens: tuple[Token, ...]
 
 
 class FinishReason(StrEnum):

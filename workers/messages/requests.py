@@ -66,6 +66,8 @@ class RequestOptions:
         deadline: Seconds since the epoch.
         trace: The W3C `traceparent` of the parent span; empty: not traced.
         constraint: The grammar that the answer must match, in llguidance's format; empty: none.
+        prompt_logprobs: Number of likeliest tokens to return at each token of the prompt, with that token's
+            log-probability. The decode worker then prefills the whole prompt. None: no log-probabilities.
     """
 
     page_selection: PageSelection = PageSelection.DEFAULT
@@ -74,6 +76,7 @@ class RequestOptions:
     deadline: float | None = None
     trace: str = ""
     constraint: str = field(default="", repr=False)
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from deltafront.service.door.edges.edge import EdgeReply, Json
 from deltafront.service.door.edges.parts import AnswerSplitter
 from deltafront.service.door.reasoning import AnswerPart
 from deltafront.service.errors import DeltafrontError
-from deltafront.service.request.answers import GenerateFinished, RequestEvent
+from deltafront.service.request.answers import Echo, GenerateFinished, RequestEvent
 from deltafront.workers.messages.events import Token, Usage
 
 
@@ -73,6 +73,10 @@ class OneAnswer:
             self.logprob += event.logprob
             self.reply.token(event)
             return self.splitter.push(event.text, event.index + 1)
+        if isinstance(event, Echo):
+            for token in event.tokens:
+                self.reply.token(token)
+            return [AnswerPart(content=event.text)] if event.text else []
         if isinstance(event, GenerateFinished):
             self.finish = event
             return self.splitter.push(event.text, event.usage.completion_tokens, last=True)

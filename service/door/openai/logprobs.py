@@ -1,6 +1,7 @@
 """Log-probabilities of an answer's tokens, in the formats of chats and completions."""
 
 import codecs
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,16 +67,14 @@ class TextLogprobs:
     _decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def add(self, token: Token) -> None:
+        logprob, top = (None, None) if math.isnan(token.logprob) else self._told(token)
+        self._rows.append((shown(self.token_bytes(token.token_id)), logprob, top, self._offset))
+        self._offset += len(self._decoder.decode(self.token_bytes.shown(token.token_id)))
+
+    def _told(self, token: Token) -> tuple[float, Json]:
         likeliest = {one.token_id: one.logprob for one in token.top[: self.top]}
         likeliest.setdefault(token.token_id, token.logprob)
-        self.add_row(token.token_id, token.logprob, likeliest)
-
-    def add_row(self, token_id: int, logprob: float | None, likeliest: dict[int, float] | None) -> None:
-        """Add a token. The first of a prompt has no log-probability."""
-        shown_top = None if likeliest is None else self._shown(likeliest)
-        least = None if logprob is None else max(logprob, _LEAST)
-        self._rows.append((shown(self.token_bytes(token_id)), least, shown_top, self._offset))
-        self._offset += len(self._decoder.decode(self.token_bytes.shown(token_id)))
+        return max(token.logprob, _LEAST), self._shown(likeliest)
 
     def take(self) -> Json | None:
         taken, self._rows = self._rows, []

@@ -128,6 +128,7 @@ class _TextFields(_CommonFields):
     special_tokens: Literal["parse", "text"] = "parse"
     add_special_tokens: bool = True
     logprobs: Any = None
+    echo: bool = False
 
 
 def read_chat(body: bytes, model: str) -> tuple[CompletionRequest, StreamOptions | None]:
@@ -168,7 +169,20 @@ def read_text(body: bytes, model: str) -> tuple[CompletionRequest, StreamOptions
         for one in _prompts(fields.prompt)
     )
     first, append = (prompt, None) if fields.session_id is None else (None, prompt)
-    return _request(fields, fields.max_tokens, text_top(fields.logprobs), first, append, more)
+    top = text_top(fields.logprobs)
+    request, options = _request(fields, fields.max_tokens, top, first, append, more)
+    if fields.echo:
+        _check_echo(fields, scores=top is not None or fields.max_tokens == 0, answers=request.choices)
+    return replace(request, echo=fields.echo), options
+
+
+def _check_echo(fields: _CommonFields, scores: bool, answers: int) -> None:
+    if fields.session_id is not None:
+        raise InvalidArgument("echo", "needs the whole prompt: leave session_id out")
+    if scores and fields.session_ttl_s is not None:
+        raise InvalidArgument("echo", "with log-probabilities keeps no session: leave session_ttl_s out")
+    if scores and answers > 1:
+        raise InvalidArgument("echo", "with log-probabilities gives one answer: leave n and best_of out")
 
 
 def _request(

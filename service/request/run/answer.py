@@ -1,11 +1,12 @@
 """Sends one answer's events to the client, across attempts and workers."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, Timings
+from deltafront.service.request.answers import Density, Echo, GenerateFinished, PrefillFinished, Timings
 from deltafront.service.request.calls import Call, tools_of
 from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.text.detokenize import AnswerText, Match
@@ -31,7 +32,8 @@ class Answer:
         sampling = call.sampling
         end_ids = (*(() if sampling.ignore_eos else resources.eos_ids), *sampling.stop_token_ids)
         self._text = AnswerText(detokenizer, call.stop, end_ids, call.answered, sampling.min_tokens)
-        self._tokens_shown = 0
+        self._resources = resources
+        self._tokens_shown = self._echoed = 0
         self._gaps: list[float] = []
         self._last_token_at = time.monotonic()
         self._prefill: events.PrefillReport | None = None
@@ -75,6 +77,19 @@ class Answer:
         if event.tokens_done > self._tokens_shown and not self.ids:
             self._tokens_shown = event.tokens_done
             self._accepted.events.put_nowait(event)
+
+    def echo(self, ids: bytes) -> None:
+        """Emit the prompt, once."""
+        prompt = memoryview(ids).cast("I").tolist()
+        first = events.Token(index=0, token_id=prompt[0], logprob=math.nan)
+        self._accepted.events.put_nowait(Echo(self._resources.tokenizer.decode(prompt), (first,)))
+
+    def prompt_logprobs(self, event: events.PromptLogprobs) -> None:
+        """Emit tokens of the prompt, unless a replay repeats them."""
+        fresh = tuple(token for token in event.tokens if token.index > self._echoed)
+        if fresh:
+            self._echoed = fresh[-1].index
+            self._accepted.events.put_nowait(Echo(tokens=fresh))
 
     def record_prefill(self, report: events.PrefillReport) -> None:
         if not self.ids:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from deltafront.service.fleet.fleet import Fleet
-from deltafront.service.request.run.plan import Plan
 from deltafront.workers.messages.events import Session
-from deltafront.workers.messages.requests import ID_BYTES
 from deltafront.workers.roles import DecodeWorker
 
 Forked = tuple[DecodeWorker, Session]
@@ -39,15 +37,3 @@ class Fork:
         session = self._offered.result()
         if session is not None:
             fleet.release(session[0], session[1].session_id, owner)
-
-
-def continue_from(session: Session, plan: Plan) -> Plan:
-    """Plan to prefill only what follows the session of the prompt's beginning."""
-    ids = plan.prefill_ids + plan.answered_ids
-    return replace(
-        plan,
-        prefill_ids=ids[session.tokens * ID_BYTES :],
-        answered_ids=b"",
-        session_id=session.session_id,
-        worker_prefills=True,
-    )

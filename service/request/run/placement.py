@@ -106,6 +106,14 @@ async def admit(
     raise errors.Overloaded(decision.message, retry_after_s=decision.retry_after_s)
 
 
+async def place_on_worker(
+    resources: Resources, attempt: Attempt, plan: Plan, reservation: Reservation
+) -> tuple[DecodeWorker, Reserved]:
+    """Reserve an attempt's pages where a decode worker prefills the whole prompt. Raises as `place`."""
+    admitted = await admit(resources, plan, reservation.options.deadline)
+    return await _reserve_on_any(resources, attempt, admitted.workers, reservation)
+
+
 async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """Drop leading groups whose queue is full. Raises Overloaded if all are.
 

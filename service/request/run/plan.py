@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -71,11 +72,6 @@ async def tokenize(
     if int(np.frombuffer(ids, dtype="<u4").max()) >= resources.vocabulary:
         raise InvalidArgument(name, "contains a special token that this model has no embedding for")
     return ids
-
-
-def distinct_ids(ids: bytes) -> bytes:
-    """Return each token id once, packed, as `ids` are."""
-    return np.unique(np.frombuffer(ids, dtype="<u4")).tobytes()
 
 
 async def constrained(resources: Resources, call: Call) -> Call:
@@ -175,6 +171,11 @@ class Plan:
     def recompute_tokens(self) -> int:
         """Tokens of the additional pages for recomputed blocks."""
         return PAGE_TOKENS * recompute_pages(self.recompute_blocks, self.prefill_tokens, appended=False)
+
+    def on_worker(self, held: int = 0, **changes: Any) -> "Plan":
+        """Let a decode worker prefill everything after the tokens that it holds."""
+        ids = (self.prefill_ids + self.answered_ids)[held * ID_BYTES :]
+        return replace(self, prefill_ids=ids, answered_ids=b"", worker_prefills=True, **changes)
 
     def inexact_ids(self, method: MethodSpec) -> bytes:
         """Return the tokens whose KV may differ from dense attention's: `prefill_ids` or none."""

@@ -28,19 +28,26 @@ from deltafront.service.request.calls import Call, Prompt
 from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.run.answer import Answer
 from deltafront.service.request.run.attempt import Attempt, Replays, deadline_timeout
-from deltafront.service.request.run.fork import Fork, continue_from
-from deltafront.service.request.run.placement import READ_TOO_LATE, place, refusal_error, reserve
-from deltafront.service.request.run.plan import Plan, constrained, distinct_ids, plan_answer, tokenize
-from deltafront.service.request.run.prefix import PrefixHit, find_prefix, prompt_key
+from deltafront.service.request.run.fork import Fork
+from deltafront.service.request.run.placement import (
+    READ_TOO_LATE,
+    place,
+    place_on_worker,
+    refusal_error,
+    reserve,
+)
+from deltafront.service.request.run.plan import Plan, constrained, plan_answer
+from deltafront.service.request.run.prefix import PrefixHit, find_prefix
 from deltafront.service.request.run.prompt_prefill import PromptPrefill
-from deltafront.workers.messages import events, prompts, requests
-from deltafront.workers.roles import DecodeWorker
+from deltafront.service.request.run.prompt_tokens import PromptTokens, prompt_tokens
+from deltafront.workers.messages import events, requests
+from deltafront.workers.roles import DecodeWorker, GenerateEvent
 
 _LAST_REPORT_S = 5.0
 """How long to wait for a worker's report on a complete answer."""
 
 _FAILURES = (events.FinishReason.FAILED, events.FinishReason.CANCELLED, events.FinishReason.NO_KV)
-_WorkerEvents = AsyncIterator[events.FirstTokenTimings | events.Token | events.FinishEvent]
+_WorkerEvents = AsyncIterator[GenerateEvent]
 
 
 class RequestRun:
@@ -56,8 +63,7 @@ class RequestRun:
         self._accepted = accepted
         self._answer = Answer(resources, call, accepted)
         self._replays = Replays(resources, accepted.clock)
-        self._prompt_ids = self._append_ids = self._distinct_ids = b""
-        self._key: prompts.PromptKey | None = None
+        self._tokens = PromptTokens()
         self._fork = fork
         """Shared with the prompt's other choices. The one that keeps a session offers it to the others."""
         self._kept: tuple[DecodeWorker, events.Session] | None = None
@@ -90,35 +96,18 @@ class RequestRun:
     async def _tokenize(self) -> None:
         resources, text = self._resources, self._accepted.text
         call = await constrained(resources, self._call)
-        if call.prompt is not None:
-            answer = call.append is None and not call.prefill_only
-            self._prompt_ids = await tokenize(resources, text, call.prompt, appended=False, answer=answer)
-        if call.append is not None:
-            self._append_ids = await tokenize(resources, text, call.append, appended=True, answer=True)
-        self._call = call = replace(call, prompt=call.prompt and Prompt(), append=None)
+        self._tokens = await prompt_tokens(resources, text, call)
+        self._call = replace(call, prompt=call.prompt and Prompt(), append=None)
         text.release()
-        ids = self._prompt_ids + self._append_ids
-        self._answer.new_tokens = len(ids) // requests.ID_BYTES
-        if call.sampling.repetition_penalty != 1:
-            self._distinct_ids = await asyncio.to_thread(distinct_ids, ids)
-        if call.prompt is not None and resources.settings.prefix_reuse:
-            self._key = await asyncio.to_thread(
-                prompt_key,
-                ids,
-                owner="" if resources.settings.prefix_scope == "all" else call.owner,
-                salt=call.cache_salt,
-                model=resources.model,
-                method=call.method,
-                profile=resources.profile,
-                remembers=call.remembers,
-                retain_s=call.retain_s,
-            )
+        self._answer.new_tokens = self._tokens.count
+        if call.echo:
+            await asyncio.to_thread(self._answer.echo, self._tokens.ids)
 
     def _plan(self) -> Plan:
         call = self._call
         plan = plan_answer(
-            self._prompt_ids,
-            self._append_ids,
+            self._tokens.prompt,
+            self._tokens.append,
             max_tokens=call.sampling.max_tokens,
             positions=self._resources.positions,
             answered=self._answer.ids,
@@ -137,6 +126,8 @@ class RequestRun:
             return
         if self._fork is not None and not plan.keep_tokens and await self._from_fork(use, timeout, plan):
             return
+        if self._call.options.prompt_logprobs is not None:
+            return await self._from_worker(use, timeout, plan)
         hit = await self._find_prefix(plan)
         if hit is not None and not hit.group_prefills:
             if await self._from_prefix(use, timeout, plan, hit):
@@ -160,6 +151,17 @@ class RequestRun:
             else:
                 await self._decode(attempt, worker, self._job(attempt, plan), timeout)
 
+    async def _from_worker(self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan) -> None:
+        """Have a decode worker prefill the whole prompt, densely, for its log-probabilities."""
+        plan = plan.on_worker(recompute_blocks=0)
+        await use.set_tokens(plan.prefill_tokens + plan.answer_tokens)
+        with Attempt(self._resources.fleet, self._call.request_id) as attempt:
+            reservation = self._reservation(attempt, plan)
+            worker, reserved = await place_on_worker(self._resources, attempt, plan, reservation)
+            self._answer.record_reserved(reserved)
+            self._accepted.clock.lap("admission")
+            await self._decode(attempt, worker, self._job(attempt, plan), timeout)
+
     async def _from_fork(self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan) -> bool:
         """Answer from the session of the prompt's first choice. Returns False if there is none, or no room.
         It is tried once: a later attempt prefills the prompt."""
@@ -168,14 +170,15 @@ class RequestRun:
         if forked is None:
             return False
         worker, session = forked
-        return await self._extend(use, timeout, continue_from(session, plan), worker)
+        plan = plan.on_worker(session.tokens, session_id=session.session_id)
+        return await self._extend(use, timeout, plan, worker)
 
     async def _find_prefix(self, plan: Plan) -> PrefixHit | None:
-        if self._key is None or self._call.skip_cache:
+        if self._tokens.key is None or self._call.skip_cache:
             return None
         return await find_prefix(
             self._resources.fleet,
-            self._key,
+            self._tokens.key,
             self._call.method,
             tokens=plan.prefill_tokens,
             answer_tokens=plan.answer_tokens,
@@ -191,14 +194,11 @@ class RequestRun:
         """
         worker, prefix = hit.worker, hit.prefix
         ids, start = plan.prefill_ids, prefix.tokens * requests.ID_BYTES
-        plan = replace(
-            plan,
-            prefill_ids=(ids + plan.answered_ids)[start:],
-            answered_ids=b"",
+        plan = plan.on_worker(
+            prefix.tokens,
             max_tokens=max(1, plan.max_tokens),
             recompute_blocks=0 if prefix.exact else self._call.options.recompute_blocks,
             prefix_tokens=prefix.tokens,
-            worker_prefills=True,
         )
         recomputed = not prefix.exact and (plan.recompute_blocks or plan.keep_tokens)
         return await self._extend(use, timeout, plan, worker, ids[:start] if recomputed else b"")
@@ -285,7 +285,7 @@ class RequestRun:
             door=self._resources.door,
             prefix_tokens=plan.prefix_tokens,
             reads_rest=plan.worker_prefills,
-            key=None if plan.session_id is not None else self._key,
+            key=None if plan.session_id is not None else self._tokens.key,
             resume_tokens=plan.answered_tokens,
         )
 
@@ -300,7 +300,7 @@ class RequestRun:
             keep_tokens=plan.keep_tokens,
             prompt_ids=plan.inexact_ids(call.method) if recomputed else b"",
             answered_tokens=len(self._answer.ids),
-            distinct_ids=self._distinct_ids,
+            distinct_ids=self._tokens.distinct,
         )
 
     async def _decode(
@@ -309,7 +309,9 @@ class RequestRun:
         """Stream the answer. A Prefill's one token is dropped."""
         stream, report = worker.generate(job), events.DecodeReport()
         async for event in stream:
-            if isinstance(event, events.FirstTokenTimings):
+            if isinstance(event, events.PromptLogprobs):
+                self._answer.prompt_logprobs(event)
+            elif isinstance(event, events.FirstTokenTimings):
                 report = event.report
                 if event.session is not None:
                     self._kept, self._answer.session = (worker, event.session), event.session

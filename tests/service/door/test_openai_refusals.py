@@ -153,7 +153,7 @@ def test_refuses_unsupported_fields_by_name(house: House, api: openai.OpenAI) ->
         error = refusal(lambda: chat(api, extra_body={name: value}), openai.BadRequestError)  # noqa: B023
         told = "is not supported by this server: leave it out"
         assert (error["param"], error["message"]) == (name, f"{name}: {told}")
-    for name, value in {"logprobs": 21, "echo": True, "suffix": "x"}.items():
+    for name, value in {"logprobs": 21, "echo": 1, "suffix": "x"}.items():
         error = refusal(lambda: complete(api, extra_body={name: value}), openai.BadRequestError)  # noqa: B023
         assert error["param"] == name
     assert not house.group.jobs

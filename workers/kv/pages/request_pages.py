@@ -389,7 +389,7 @@ def _check_counts(reservation: Reservation) -> None:
         raise ValueError(f"cannot reserve for {reservation.resume_tokens} resumed tokens after the prompt")
     if reservation.prefix_tokens % PAGE_TOKENS or (reservation.prefix_tokens and reservation.session_id):
         raise ValueError(f"cannot start with {reservation.prefix_tokens} cached tokens")
-    if reservation.reads and not held:
+    if reservation.reads and not held and reservation.options.prompt_logprobs is None:
         raise ValueError("a decode worker prefills only after a session or a prefix")
     prompt = reservation.new_tokens
     if prompt < 0 or reservation.max_tokens < 0 or (prompt == 0 and not held):
