@@ -29,7 +29,7 @@ NAMES = FieldNames(
         (re.compile(r"^sampling\."), ""),
         (re.compile(r"^attention\.options"), "options"),
         (re.compile(r"^attention(\.name)?"), "method"),
-        (re.compile(r"^constraint\.json_schema$"), "output_format.schema"),
+        (re.compile(r"^constraint\.json_schema$"), "output_config.format.schema"),
         (re.compile(r"^prompt\.messages\.(chat_template_kwargs|tools)"), r"\1"),
     ),
 )

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deltafront.service.door.edges.tools import call_of, check_call_id
-from deltafront.service.door.json_body import show
+from deltafront.service.door.json_body import pick, show
 from deltafront.service.errors import InvalidArgument
 
-_RETAIN_S: Mapping[object, float] = {"5m": 300.0, "1h": 3600.0}
+_RETAIN_S: Mapping[str, float] = {"5m": 300.0, "1h": 3600.0}
 _MAX_BLOCKS = 4096
 _BETWEEN = "\n"
 """The separator between two text blocks."""
@@ -34,10 +34,10 @@ class BlockReader:
         """Read a `cache_control`. Raises InvalidArgument."""
         if given is None:
             return
-        ttl = (given.get("ttl") or "5m") if isinstance(given, Mapping) else None
-        if ttl not in _RETAIN_S:
+        retain_s = pick(_RETAIN_S, given.get("ttl") or "5m") if isinstance(given, Mapping) else None
+        if retain_s is None:
             raise InvalidArgument(path, "must be of type ephemeral, with a ttl of 5m or 1h")
-        self.retain_s = max(self.retain_s or 0.0, _RETAIN_S[ttl])
+        self.retain_s = max(self.retain_s or 0.0, retain_s)
 
     def add_system(self, content: object) -> None:
         """Add the field `system`. Raises InvalidArgument."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import FailFast, Field
+from pydantic import Field
 
 from deltafront.service.door.anthropic.blocks import BlockReader
 from deltafront.service.door.edges.own_fields import OwnFields
 from deltafront.service.door.edges.tools import choose, function_of
-from deltafront.service.door.json_body import BodyRules, show
+from deltafront.service.door.json_body import BodyRules, Long, pick, show
 from deltafront.service.door.openai.sampling import Strict, new_seed
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import (
@@ -37,9 +37,9 @@ _RULES = BodyRules(
     },
     long_fields=("messages", "system", "tools", "chat_template_kwargs"),
 )
-_CHOICES: Mapping[object, str] = {"auto": "auto", "any": "required", "none": "none"}
+_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 _OWN_TOOLS = "custom"
-_THINKING: Mapping[object, Mapping[str, bool]] = {
+_THINKING: Mapping[str, Mapping[str, bool]] = {
     "enabled": {"enable_thinking": True},
     "disabled": {"enable_thinking": False},
     "adaptive": {},
@@ -49,7 +49,7 @@ _THINKING: Mapping[object, Mapping[str, bool]] = {
 
 class _MessageFields(OwnFields, Strict):
     model: str
-    messages: Annotated[list[dict[str, Any]], FailFast()]
+    messages: Long[dict[str, Any]]
     max_tokens: int | None = None
     system: Any = ""
     stop_sequences: list[str] = Field(default_factory=list)
@@ -57,7 +57,7 @@ class _MessageFields(OwnFields, Strict):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Long[dict[str, Any]] = Field(default_factory=list)
     tool_choice: dict[str, Any] = Field(default_factory=lambda: {"type": "auto"})
     thinking: dict[str, Any] = Field(default_factory=lambda: {"type": "adaptive"})
     cache_control: dict[str, Any] | None = None
@@ -128,22 +128,26 @@ def _tools(fields: _MessageFields, reader: BlockReader) -> Tools | None:
     parallel, kind = choice.get("disable_parallel_tool_use") is not True, choice.get("type")
     if kind == "tool":
         return choose(functions, choice.get("name"), parallel, named=True)
-    if kind not in _CHOICES:
+    wanted = pick(_CHOICES, kind)
+    if wanted is None:
         raise InvalidArgument("tool_choice.type", f"{show(kind)} must be auto, any, tool or none")
-    return choose(functions, _CHOICES[kind], parallel)
+    return choose(functions, wanted, parallel)
 
 
 def _thinking(said: Mapping[str, Any]) -> Mapping[str, bool]:
     kind = said.get("type")
-    if kind not in _THINKING:
-        raise InvalidArgument("thinking.type", f"{show(kind)} must be {', '.join(map(str, _THINKING))}")
-    return _THINKING[kind]
+    variables = pick(_THINKING, kind)
+    if variables is None:
+        raise InvalidArgument("thinking.type", f"{show(kind)} must be one of {', '.join(_THINKING)}")
+    return variables
 
 
 def _check_context(said: Mapping[str, Any]) -> None:
     """Refuse edits of the context, except for edits of thinking, which is never prefilled again. Raises
     InvalidArgument."""
     edits = said.get("edits") or []
+    if not isinstance(edits, list):
+        raise InvalidArgument("context_management.edits", "must be a list")
     kinds = [edit.get("type") if isinstance(edit, Mapping) else edit for edit in edits]
     for kind in kinds:
         if not (isinstance(kind, str) and kind.startswith("clear_thinking_")):
@@ -151,10 +155,12 @@ def _check_context(said: Mapping[str, Any]) -> None:
 
 
 def _constraint(fields: _MessageFields) -> Constraint | None:
-    form = fields.output_format or fields.output_config.get("format")
+    old = fields.output_format is not None
+    form = fields.output_format if old else fields.output_config.get("format")
     if form is None:
         return None
     schema = form.get("schema") if isinstance(form, Mapping) and form.get("type") == "json_schema" else None
     if not isinstance(schema, Mapping):
-        raise InvalidArgument("output_format", "must be of type json_schema, with a schema")
+        name = "output_format" if old else "output_config.format"
+        raise InvalidArgument(name, "must be of type json_schema, with a schema")
     return Constraint(json_schema=json.dumps(schema))

@@ -26,10 +26,21 @@ def function_of(path: str, given: Mapping[str, Any], schema: str = "parameters")
         raise InvalidArgument(f"{path}.name", f"cannot be {name}")
     if not (description is None or isinstance(description, str)):
         raise InvalidArgument(f"{path}.description", "must be text")
-    if not (parameters is None or isinstance(parameters, Mapping)):
-        raise InvalidArgument(f"{path}.{schema}", "must be a JSON schema")
+    if parameters is not None:
+        _check_parameters(f"{path}.{schema}", parameters)
     given = {"name": name, "description": description, "parameters": parameters}
     return {key: value for key, value in given.items() if value is not None}
+
+
+def _check_parameters(path: str, schema: object) -> None:
+    """Check what the formats of calls read of a schema. Raises InvalidArgument."""
+    if not isinstance(schema, Mapping):
+        raise InvalidArgument(path, "must be a JSON schema")
+    if schema.get("type", "object") != "object":
+        raise InvalidArgument(f"{path}.type", f"{show(schema['type'])} must be object")
+    for name, kind in (("properties", dict), ("required", list)):
+        if not isinstance(schema.get(name) or kind(), kind):
+            raise InvalidArgument(f"{path}.{name}", f"must be {'a list' if kind is list else 'an object'}")
 
 
 def choose(

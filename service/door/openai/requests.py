@@ -7,13 +7,13 @@ A field is refused by name if it is unknown or not supported. Null, values witho
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import FailFast, Field
+from pydantic import Field
 
 from deltafront.service.door.edges.own_fields import OwnFields
 from deltafront.service.door.edges.tools import check_call_id
-from deltafront.service.door.json_body import UNSUPPORTED, BodyRules, show
+from deltafront.service.door.json_body import UNSUPPORTED, BodyRules, Long, show
 from deltafront.service.door.openai.formats import read_constraint
 from deltafront.service.door.openai.logprobs import chat_top, text_top
 from deltafront.service.door.openai.sampling import SamplingFields, Strict
@@ -112,7 +112,7 @@ class _CommonFields(OwnFields, SamplingFields):
 
 
 class _ChatFields(_CommonFields):
-    messages: Annotated[list[dict[str, Any]], FailFast()]
+    messages: Long[dict[str, Any]]
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool = False

@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from deltafront.service.door.edges.edge import Json
-from deltafront.service.door.json_body import STRICT, BodyRules
+from deltafront.service.door.json_body import STRICT, BodyRules, Long
 from deltafront.service.door.openai.requests import read_messages
 from deltafront.service.door.openai.tools import read_tools
 from deltafront.service.errors import InvalidArgument
@@ -32,7 +32,7 @@ class _TokenizeFields(BaseModel):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Long[dict[str, Any]] = Field(default_factory=list)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -44,7 +44,7 @@ class _DetokenizeFields(BaseModel):
     model_config = STRICT
 
     model: str = ""
-    tokens: list[int]
+    tokens: Long[int]
 
 
 async def tokenize(requests: RequestHandler, accepted: Accepted, body: bytes) -> Json:
@@ -73,9 +73,9 @@ async def detokenize(requests: RequestHandler, _accepted: Accepted, body: bytes)
 
 
 def _prompt(fields: _TokenizeFields) -> Prompt:
-    if (fields.prompt is None) == (fields.messages is None):
+    if (fields.prompt is None) == (not fields.messages):
         raise InvalidArgument("prompt", "give a prompt, or messages")
-    if fields.messages is None:
+    if fields.prompt is not None:
         special = fields.add_special_tokens is not False
         parse = SpecialTokens.PARSE
         return Prompt(text=fields.prompt, special_tokens=parse, add_special_tokens=special)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from deltafront.service.door.edges.own_fields import OwnFields
 from deltafront.service.door.edges.tools import choose, function_of
-from deltafront.service.door.json_body import BodyRules, show
+from deltafront.service.door.json_body import BodyRules, Long, show
 from deltafront.service.door.openai.requests import retention_s
 from deltafront.service.door.openai.sampling import SamplingFields, Strict
 from deltafront.service.door.responses.items import Message, append, read_items, with_instructions
@@ -57,7 +57,7 @@ class ResponseFields(OwnFields, SamplingFields):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     max_output_tokens: int | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Long[dict[str, Any]] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: dict[str, Any] = Field(default_factory=dict)

@@ -52,7 +52,7 @@ def parameter_rules(
         sequence.append(rule if key in required else f"{rule}?")
         rules.append(f"{rule}: {words(form.key.replace('KEY', key))} {rule}_value")
         if _is_text(value):
-            choices = value.get("enum") if isinstance(value, Mapping) else None
+            choices = _texts(value)
             if choices:
                 said = " | ".join(json.dumps(choice) for choice in choices)
                 rules.append(f"{rule}_value: ({said}) {words(form.end)}")
@@ -72,12 +72,18 @@ def _is_text(schema: object) -> bool:
     """Say whether a value is written as it is, without quotes."""
     if not isinstance(schema, Mapping):
         return False
-    choices = schema.get("enum")
-    if choices:
-        return all(isinstance(choice, str) for choice in choices)
-    forms = [schema, *(schema.get("anyOf") or ())]
+    if schema.get("enum"):
+        return bool(_texts(schema))
+    forms = [schema, *_list(schema.get("anyOf"))]
     kinds = [kind for form in forms if isinstance(form, Mapping) for kind in _list(form.get("type"))]
     return "string" in kinds
+
+
+def _texts(schema: Schema) -> list[str]:
+    """Return the texts that a value is one of; empty if it may be something else."""
+    choices = _list(schema.get("enum"))
+    texts = [choice for choice in choices if isinstance(choice, str)]
+    return texts if len(texts) == len(choices) else []
 
 
 def _list(kind: object) -> list[object]:
