@@ -19,6 +19,7 @@ from deltafront.service.config import RECOMPUTED
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.messages.requests import recompute_pages
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.rope_config import proposed_yarn
 from deltafront.workers.settings import Dtype, KVDtype, Quantisation
 
 MOST_GPUS = 16
@@ -275,7 +276,9 @@ def beyond_training(model: ModelConfig, tokens: int) -> list[str]:
     """Return a warning if contexts are longer than the model's positions; otherwise None."""
     if tokens <= model.positions:
         return []
+    scaling = proposed_yarn(tokens, model.positions, model.architecture)
+    needs = f"such as {scaling}, if its makers' card recommends it" if scaling else "or another rope_theta"
     return [
         f"model.max_position_embeddings {tokens}: the model has {model.positions:,}; for more, serve "
-        "requires YaRN (model.rope_scaling) or another model.rope_theta; the quality of answers is unknown"
+        f"requires YaRN (model.rope_scaling), {needs}; the quality of answers is unknown"
     ]

@@ -22,7 +22,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 _LOCAL = "rope_local_base_freq"
 """The key for the RoPE base of layers with sliding windows, in families where it differs."""
 _MOST_STRETCHED = 4
-"""The largest YaRN factor that makers of models recommend."""
+"""The largest YaRN factor that makers' cards recommend."""
 _OLD_TYPES = {"su": "longrope"}
 _BETA = "llama_4_scaling_beta"
 
@@ -136,27 +136,26 @@ def refuse_unscaled(overrides: Mapping[str, Any], known: int, architecture: str)
     if wanted > known and "rope_theta" not in overrides:
         raise ModelError(
             f"model.max_position_embeddings (--max-model-len) = {wanted}, but the model has {known} "
-            f"positions: {_longer(makers_yarn(wanted, known, architecture))}"
+            f"positions: {_longer(proposed_yarn(wanted, known, architecture))}"
         )
 
 
-def makers_yarn(wanted: int, known: int, architecture: str) -> dict[str, Any] | None:
-    """Return the YaRN scaling with which a model's makers extend its `known` positions to `wanted`; None if
-    they recommend none."""
+def proposed_yarn(wanted: int, known: int, architecture: str) -> str | None:
+    """Return the rope_scaling by which makers' cards of such models extend their `known` positions to
+    `wanted`; None if no card does."""
     family = FAMILIES.get(architecture)
     trained = family.yarn.get(known) if family is not None else None
     factor = math.ceil(wanted / trained) if trained else math.inf
-    if wanted <= known or factor > _MOST_STRETCHED:
+    if factor > _MOST_STRETCHED:
         return None
-    return {"rope_type": "yarn", "factor": float(factor), _TRAINED: trained}
+    return f"{{rope_type: yarn, factor: {factor:.1f}, {_TRAINED}: {trained}}}"
 
 
-def _longer(yarn: Mapping[str, Any] | None) -> str:
-    if yarn is not None:
-        section = ", ".join(f"{key}: {value}" for key, value in yarn.items())
+def _longer(scaling: str | None) -> str:
+    if scaling is not None:
         return (
-            "its makers extend it by YaRN, which scales short prompts, too: set model.rope_scaling: "
-            f"{{{section}}}"
+            f"if its makers' card recommends YaRN, set model.rope_scaling: {scaling}, which scales short "
+            "prompts, too"
         )
     return (
         "more need YaRN (model.rope_scaling) with a factor that reaches so far, another model.rope_theta, or "

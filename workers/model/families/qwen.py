@@ -1,7 +1,6 @@
 from deltafront.workers.model.families.family import Family, GgufNames
 
 _WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
-_YARN = {40_960: 32_768, 262_144: 262_144}
 
 QWEN2 = Family(
     name="Qwen2, Qwen2.5",
@@ -18,7 +17,7 @@ QWEN3 = Family(
     model_type="qwen3",
     implied=_WINDOWS | {"attention_bias": False, "head_dim": 128},
     fixed={"qk_norm": True},
-    yarn=_YARN,
+    yarn={40_960: 32_768},
     gguf=GgufNames(architecture="qwen3"),
 )
 QWEN3_MOE = Family(
@@ -35,7 +34,7 @@ QWEN3_MOE = Family(
         "mlp_only_layers": (),
     },
     fixed={"qk_norm": True},
-    yarn=_YARN,
+    yarn={40_960: 32_768, 262_144: 262_144},
     keys={"num_local_experts": "num_experts"},
     gguf=GgufNames(architecture="qwen3moe", implied={"norm_topk_prob": True}),
     note="Adapters of experts are not read.",

@@ -13,7 +13,7 @@ from deltafront.service.config import ConfigError, parse
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
 
-from .test_model_config import LLAMA31, YARN, read
+from .test_model_config import EXPERTS, LLAMA31, YARN, read
 
 QWEN3: dict[str, Any] = LLAMA31 | {
     "architectures": ["Qwen3ForCausalLM"],
@@ -23,19 +23,27 @@ QWEN3: dict[str, Any] = LLAMA31 | {
 
 
 @pytest.mark.parametrize(
-    ("native", "wanted", "proposal"),
+    ("architecture", "native", "wanted", "proposal"),
     [
-        (40960, 131072, "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"),
-        (40960, 65536, "{rope_type: yarn, factor: 2.0, original_max_position_embeddings: 32768}"),
-        (262144, 1048576, "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 262144}"),
-        (40960, 131073, "another model.rope_theta"),
-        (8192, 16384, "another model.rope_theta"),
+        ("Qwen3", 40960, 131072, "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"),
+        ("Qwen3", 40960, 65536, "{rope_type: yarn, factor: 2.0, original_max_position_embeddings: 32768}"),
+        (
+            "Qwen3Moe",
+            262144,
+            1048576,
+            "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 262144}",
+        ),
+        ("Qwen3", 40960, 131073, "another model.rope_theta"),
+        ("Qwen3", 262144, 524288, "another model.rope_theta"),
+        ("Qwen2", 32768, 98304, "{rope_type: yarn, factor: 3.0, original_max_position_embeddings: 32768}"),
+        ("Qwen3", 8192, 16384, "another model.rope_theta"),
     ],
 )
 def test_proposes_the_yarn_scaling_of_a_qwen_model(
-    tmp_path: Path, native: int, wanted: int, proposal: str
+    tmp_path: Path, architecture: str, native: int, wanted: int, proposal: str
 ) -> None:
-    raw = QWEN3 | {"max_position_embeddings": native}
+    raw = QWEN3 | EXPERTS | {"max_position_embeddings": native}
+    raw["architectures"] = [f"{architecture}ForCausalLM"]
     with pytest.raises(ModelError, match=re.escape(proposal)) as refusal:
         read(tmp_path, raw, {"max_position_embeddings": wanted})
     if said := re.search(r"model\.rope_scaling: ({.*})", str(refusal.value)):
