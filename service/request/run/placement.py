@@ -110,7 +110,7 @@ async def place_on_worker(
     resources: Resources, attempt: Attempt, plan: Plan, reservation: Reservation
 ) -> tuple[DecodeWorker, Reserved]:
     """Reserve an attempt's pages where a decode worker prefills the whole prompt. Raises as `place`."""
-    admitted = await admit(resources, plan, reservation.options.deadline)
+    admitted = await admit(resources, plan, reservation.options.deadline, "dense")
     return await _reserve_on_any(resources, attempt, admitted.workers, reservation)
 
 
