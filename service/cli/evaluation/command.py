@@ -6,6 +6,7 @@ runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json as json_format
 import time
@@ -125,9 +126,12 @@ def evaluate_command(
         source.check(ask, old)
         run = _Run(spec, device, old, length, answer_tokens, source, seed)
         evaluation = Evaluation(run.model, trials(setting, ask, old, max(run.tokens)))
-        evaluation.run(run.prompts(), until, _tell)
+        with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is shown
+            evaluation.run(run.prompts(), until, _tell)
     except (ModelError, MethodError, PromptError, ValueError) as error:
         fail(str(error))
+    if not evaluation.rows():
+        fail("interrupted before a setting had answered a prompt")
     rows = evaluation.rows()
     best, near = found(rows), nearest(rows)
     shown = [evaluation.dense(), *rows.values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,23 @@ def test_ends_when_every_setting_is_dropped() -> None:
     evaluation = run(Table(lambda setting, number: setting == DENSE), [Trial(BAD)], 40)
     assert not evaluation.running and len(evaluation.prompts) == LEAST
     assert found(evaluation.rows()).setting is None
+
+
+@pytest.mark.parametrize("calls", range(2, 9))
+def test_compares_what_was_answered_before_an_interruption(calls: int) -> None:
+    table = Table(lambda *_: True)
+    evaluation, ask = Evaluation(table, [Trial(GOOD), Trial(BAD)], table.clock), table.answers
+
+    def interrupted(*given: Any) -> list[MeasuredAnswer]:
+        if len(table.asked) == calls:
+            raise KeyboardInterrupt
+        return ask(*given)
+
+    table.answers = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.run(prompts(9), 1e9, lambda _: None)
+    assert evaluation.dense().samples == -(-calls // 3)
+    assert sum(one.samples for one in evaluation.rows().values()) == calls - evaluation.dense().samples
 
 
 def row(lost: int, count: int, density: float) -> ComparedRow:
