@@ -55,7 +55,7 @@ def lines(engine_of_8b: Result) -> list[Line]:
         _timed(
             f"First token, density {sparse['density']}",
             sparse,
-            (of["ttft_fa2_stack"], "FlashAttention-2"),
+            (of["ttft_fa2_stack"], "FlashAttention-2 in our stack"),
             (of["ttft_dense"], dense),
         ),
         _timed("The same with FP8 weights", of["ttft_dpxa_fp8"], (sparse, "16 bits")),
