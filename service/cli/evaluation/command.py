@@ -65,42 +65,48 @@ _WIDTH = 150
 GPU_CHUNK, CPU_CHUNK = 16_384, 2_048
 
 Texts = Annotated[
-    list[str], typer.Option(help="Hide facts in this text, and let the model continue it; once for each.")
+    list[str],
+    typer.Option(help="Text to hide facts in and to continue; may be repeated. Default: the demo's."),
 ]
 Questions = Annotated[
-    Path | None, typer.Option(help="JSONL of `prompt`, or `document` and `question`; `answers` if known.")
+    Path | None,
+    typer.Option(help="JSON lines with `prompt`, or `document` and `question`; `answers` if known."),
 ]
 Asked = Annotated[
-    Literal["prompt", "session", "both"], typer.Option(help="Where the question is: it ends the prompt, or …")
+    Literal["prompt", "session", "both"],
+    typer.Option(help="Whether questions end the prompt, or are asked in a session on the document."),
 ]
 Settings = Annotated[
-    list[str], typer.Option("--setting", help="METHOD:OPTION=NUMBER,…@BLOCKS; once for each.")
+    list[str], typer.Option("--setting", help="METHOD:OPTION=NUMBER,…@BLOCKS to measure; may be repeated.")
 ]
 
 
 def evaluate_command(
     *,
-    model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id or embedded name.")],
+    model: Annotated[str, typer.Argument(help="A directory, .gguf file, hub id or embedded model's name.")],
     text: Texts = [],  # noqa: B006
     questions: Questions = None,
     ask: Asked = "prompt",
     setting: Settings = [],  # noqa: B006
-    length: Annotated[int | None, typer.Option(min=64, help="Tokens of a prompt.")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after this time (10).")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Two minutes.")] = False,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 64,
-    seed: Annotated[int, typer.Option(help="Another one makes other facts and places.")] = 0,
-    adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=64, help="Tokens of a RULER prompt (31000 on a GPU, 6000 on CPUs).")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after this many minutes (10).")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Stop after two minutes.")] = False,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of facts and their places.")] = 0,
+    adapter: Annotated[str | None, typer.Option(help="A PEFT LoRA directory.")] = None,
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
     rope_scaling: Annotated[list[str], typer.Option(help="NAME=NUMBER of model.rope_scaling.")] = [],  # noqa: B006
     positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="bfloat16 on a GPU, float32 on CPUs.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (cuda where there is a GPU).")] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Write what was found here, for `serve --profile`. Levels stay.")
+        Path | None,
+        typer.Option(help="File for `serve --profile`, to write the verdict to. Its levels stay."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write density against score here, as SVG.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="All rows, as one line of JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="SVG file for a plot of density and score.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print all rows as one line of JSON.")] = False,
 ) -> None:
     """Measure which prefill settings keep the answers of dense attention on a model."""
     until = time.monotonic() + 60 * (minutes or (QUICK_MINUTES if quick else MINUTES))
