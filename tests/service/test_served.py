@@ -236,9 +236,9 @@ def test_http_errors_name_the_field(served: Served, api: openai.OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError):
         api.with_options(api_key="wrong").models.list()
     model = api.models.list().data[0].id
-    with pytest.raises(openai.BadRequestError, match="n: asks for more than the limit") as caught:
-        api.completions.create(model=model, prompt="x", n=2)
-    assert caught.value.param == "n"
+    with pytest.raises(openai.BadRequestError, match="use_beam_search: is not supported") as caught:
+        api.completions.create(model=model, prompt="x", extra_body={"use_beam_search": True})
+    assert caught.value.param == "use_beam_search"
     served.configure(served.group, rate=1.0, waiting_tokens=100_000)
     full: list[openai.RateLimitError] = []
 
