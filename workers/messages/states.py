@@ -61,7 +61,8 @@ class GroupStats(WorkerStats):
         fetched_tokens_per_second: The recent rate at which stages fetch KV from decode workers to resume
             prompts; 0: unknown.
         costs: The learned cost of each attention method.
-        queue: The tokens left of each admitted prompt, and the seconds that they are expected to take.
+        queue: The tokens left of each admitted prompt, and the seconds that they are expected to take. Tokens
+            in flight count as 0.
     """
 
     waiting_tokens: int

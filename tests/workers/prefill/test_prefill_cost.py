@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from itertools import pairwise
 
+from deltafront.service.fleet.admission import Need, predicted_ttft
+from deltafront.workers.messages.stages import ChunkReport
 from deltafront.workers.messages.states import PrefillCost
+from deltafront.workers.prefill.group import schedule
+from deltafront.workers.prefill.group.chunks import ChunkSizes
 from deltafront.workers.prefill.group.cost import CostFit
+from deltafront.workers.prefill.group.request_table import PrefillRequests, Request
+from deltafront.workers.settings import PrefillConfig
+
+from .fake_stages import job
 
 CHUNK = 8192
 TRUE = PrefillCost(token_s=2.3e-5, pair_s=8.5e-10, chunk_s=0.012, chunk_tokens=CHUNK)
@@ -70,3 +79,111 @@ def test_no_part_of_a_cost_is_negative() -> None:
         fit.record_chunk(start, 8192, seconds)
     cost = fit.cost
     assert min(cost.token_s, cost.pair_s, cost.chunk_s) >= 0.0 < cost.seconds(0, 8192)
+
+
+class Group:
+    """A prefill group of one stage, whose chunks take `TRUE` seconds with noise of 5%. Time is simulated."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance, self.now = random.Random(seed), 0.0
+        config = PrefillConfig(stages=1, chunk_tokens=CHUNK, cache_tokens=1 << 20, max_waiting=1000)
+        self.requests, self.sizes = PrefillRequests(config, 1), ChunkSizes(CHUNK)
+        self.predicted: dict[str, tuple[float, float | None]] = {}
+        self.errors: list[float] = []
+        self.coming: deque[tuple[float, int]] = deque()
+        """Later prompts: when each arrives, and its tokens."""
+
+    def arrive(self, tokens: int, at: float) -> None:
+        stats, name = self.requests.stats("g", at), f"r{len(self.predicted)}"
+        self.predicted[name] = at, predicted_ttft(Need(tokens, method="dense"), stats)
+        assert isinstance(self.requests.admit(job(name, tokens), at), Request)
+
+    def run_chunk(self) -> bool:
+        """Run the next chunk. Returns whether there was one."""
+        request = self.requests.next(self.now)
+        if request is None:
+            return False
+        command, sent = request.next_chunk(self.sizes), self.now
+        request.waiting = schedule.chunk_sent(request.waiting, command.tokens, sent, schedule.AGEING)
+        seconds = TRUE.seconds(command.start, command.start + command.tokens) * self.chance.gauss(1.0, 0.05)
+        self.now += seconds
+        while self.coming and self.coming[0][0] <= self.now:
+            at, tokens = self.coming.popleft()
+            self.arrive(tokens, at)
+        report = ChunkReport(
+            request_id=command.request_id,
+            stage=0,
+            start=command.start,
+            wall=seconds,
+            phases={},
+            density=(),
+            sampled_share=0.0,
+            handoff_bytes=0,
+        )
+        self.requests.chunk_through(request, command, [report], sent, self.now)
+        request.waiting = schedule.became_idle(request.waiting, self.now)
+        if command.last:
+            self.requests.remove(request)
+            arrived, predicted = self.predicted[command.request_id]
+            if predicted is not None:
+                self.errors.append(abs(predicted / (self.now - arrived) - 1))
+        return True
+
+    def run(self, prompts: int, tokens: int) -> None:
+        """Prefill prompts that are sent together."""
+        self.errors.clear()
+        for _ in range(prompts):
+            self.arrive(tokens, self.now)
+        while self.run_chunk():
+            pass
+
+    def poisson(self, prompts: int, rate: float) -> float:
+        """Return the p90 error of prompts of mixed lengths that arrive at `rate` a second."""
+        at = self.now
+        for _ in range(prompts):
+            at += self.chance.expovariate(rate)
+            self.coming.append((at, prompt(self.chance)[1]))
+        self.errors.clear()
+        while self.coming:
+            self.now = max(self.now, self.coming[0][0])
+            at, tokens = self.coming.popleft()
+            self.arrive(tokens, at)
+            while self.run_chunk():
+                pass
+        return sorted(self.errors)[int(0.9 * len(self.errors))]
+
+    def learn(self) -> None:
+        for _ in range(20):
+            self.run(1, prompt(self.chance)[1])
+
+    def error(self, prompts: int, tokens: int) -> float:
+        """Return the p90 error of predicted first tokens of prompts that are sent together."""
+        self.run(prompts, tokens)
+        return sorted(self.errors)[int(0.9 * len(self.errors))]
+
+
+def test_first_tokens_of_crowds_are_within_15_percent_at_p90() -> None:
+    for seed in range(2):
+        group = Group(seed)
+        group.learn()
+        for prompts, tokens in ((10, 32_768), (64, 2048), (3, 131_072)):
+            assert group.error(prompts, tokens) < 0.15, (seed, prompts)
+
+
+def test_first_tokens_of_mixed_arrivals_are_within_15_percent_at_p90() -> None:
+    """Prompts that arrive later and are shorter overtake."""
+    for seed in range(2):
+        group = Group(seed)
+        group.learn()
+        assert group.poisson(100, 0.1) < 0.15, seed
+
+
+def test_short_prompt_is_predicted_to_overtake_a_long_one() -> None:
+    group = Group(0)
+    group.learn()
+    group.errors.clear()
+    group.arrive(131_072, group.now)
+    group.run_chunk()
+    group.arrive(2048, group.now)
+    group.run_chunk()
+    assert len(group.errors) == 1 and group.errors[0] < 0.25

@@ -144,6 +144,8 @@ class PrefillRequests:
         self._throughput = Throughput()
         self._costs: dict[str, CostFit] = {}
         """The learned cost of each method."""
+        self._began = 0.0
+        """The time at which the oldest chunk in flight began."""
         self._fetched = Recent()
         self._pace = Pace(config.chunk_slack_s)
         self._last_turn = 0.0
@@ -178,6 +180,8 @@ class PrefillRequests:
         if chosen is None:
             return None
         request = self._requests[chosen]
+        if all(one.sent == one.done for one in self):
+            self._began = now
         if not request.opened:
             request.pages = self._pool.allocate(request.waiting.pages)
         return request
@@ -221,6 +225,7 @@ class PrefillRequests:
         worked = self._throughput.record_chunk(command.tokens, min(now, sent + fetched_s), now)
         fit = self._costs.setdefault(request.job.method.name, CostFit(self._config.chunk_tokens))
         fit.record_chunk(command.start, command.tokens, worked)
+        self._began = now
         for other in self:
             if other is not request:
                 other.account.other_chunk(reports[-1].wall, now)
@@ -245,15 +250,24 @@ class PrefillRequests:
             fetched_tokens_per_second=self._fetched.tokens_per_second,
             idle_s=0.0 if running else self._throughput.idle(now),
             costs=tuple((method, fit.cost) for method, fit in self._costs.items()),
-            queue=tuple(self._queue()),
+            queue=tuple(self._queue(now)),
         )
 
-    def _queue(self) -> Iterator[tuple[int, float]]:
-        """Yield the tokens left of each live request, and the seconds they are expected to take."""
+    def _queue(self, now: float) -> Iterator[tuple[int, float]]:
+        """Yield the tokens left of each live request, and the seconds they are expected to take. Tokens in
+        flight count as 0, since no prompt overtakes them.
+        """
+        spent = now - self._began
         for request in self._live():
             total, fit = request.job.tokens, self._costs.get(request.job.method.name)
-            if fit is not None:
-                yield total - request.done, fit.cost.seconds(request.done, total)
+            if fit is None:
+                continue
+            if request.sent > request.done:
+                seconds = fit.cost.seconds(request.done, request.sent)
+                yield 0, max(0.0, seconds - spent)
+                spent = max(0.0, spent - seconds)
+            if request.sent < total:
+                yield total - request.sent, fit.cost.seconds(request.sent, total)
 
     def _unread(self) -> int:
         return sum(request.job.tokens - request.done for request in self._live())
