@@ -73,6 +73,21 @@ def test_pasts_forget_the_oldest() -> None:
     assert pasts.take((19_999).to_bytes(4)) is None
 
 
+def test_shared_beginning_is_not_evicted_with_an_old_leaf() -> None:
+    clock = Clock()
+    cache = PrefixCache(clock)
+    cache.add(b"", bytes(range(48)), [0, 1, 2], 0.0)
+    cache.unpin([2, 1, 0])
+    clock.now += 1.0
+    cache.add(b"", b"b" * 16, [3], 0.0)
+    cache.unpin([3])
+    clock.now += 1.0
+    cache.pin([0, 1])
+    cache.unpin([1, 0])
+    clock.now += 1.0
+    assert cache.evict(2) == [2, 3], "page 1 is expected in a second"
+
+
 def test_retained_pages_that_return_often_keep_one_end_each() -> None:
     clock = Clock()
     cache = PrefixCache(clock)
