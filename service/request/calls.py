@@ -23,6 +23,17 @@ class SpecialTokens(StrEnum):
     PARSE = "parse"
 
 
+class Ending(StrEnum):
+    """How a rendered conversation ends before its answer."""
+
+    ANSWER = "answer"
+    """With the template's beginning of an assistant's message."""
+    CLOSED = "closed"
+    """After the last message."""
+    OPEN = "open"
+    """In the last message, which the answer continues."""
+
+
 @dataclass(frozen=True)
 class Tools:
     """Functions that an answer may call.
@@ -48,6 +59,7 @@ class Prompt:
         add_special_tokens: Whether to add the tokenizer's leading tokens, such as BOS. None: for text but not
             for messages, whose template writes them.
         reasons: Whether the answer may reason before it follows a constraint or calls a tool.
+        ending: How messages end before the answer.
     """
 
     text: str | None = field(default=None, repr=False)
@@ -58,6 +70,7 @@ class Prompt:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     tools: Tools | None = field(default=None, repr=False)
     reasons: bool = False
+    ending: Ending = Ending.ANSWER
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from deltafront.service.door.openai.tools import read_calls, read_tools
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import (
     CompletionRequest,
+    Ending,
     Messages,
     Prompt,
     SpecialTokens,
@@ -121,6 +122,8 @@ class _ChatFields(_CommonFields):
     parallel_tool_calls: bool = True
     logprobs: Any = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class _TextFields(_CommonFields):
@@ -150,6 +153,7 @@ def read_chat(body: bytes, model: str) -> tuple[CompletionRequest, StreamOptions
         chat_template_kwargs=fields.chat_template_kwargs,
         add_special_tokens=fields.add_special_tokens,
         tools=read_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
+        ending=_ending(fields),
     )
     prompt = chat(messages[:kept]) if fields.session_id is None else None
     append = chat(appended) if appended or fields.session_id is not None else None
@@ -174,6 +178,14 @@ def read_text(body: bytes, model: str) -> tuple[CompletionRequest, StreamOptions
     if fields.echo:
         _check_echo(fields, scores=top is not None or fields.max_tokens == 0, answers=request.choices)
     return replace(request, echo=fields.echo), options
+
+
+def _ending(fields: _ChatFields) -> Ending:
+    if fields.continue_final_message and fields.add_generation_prompt:
+        raise InvalidArgument("continue_final_message", "needs add_generation_prompt: false, as with vLLM")
+    if fields.continue_final_message:
+        return Ending.OPEN
+    return Ending.ANSWER if fields.add_generation_prompt else Ending.CLOSED
 
 
 def _check_echo(fields: _CommonFields, scores: bool, answers: int) -> None:

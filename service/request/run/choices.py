@@ -17,7 +17,7 @@ from deltafront.service.request.answers import ChoiceEvent, GenerateFinished, Re
 from deltafront.service.request.calls import Call, Prompt
 from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.run.fork import Fork
-from deltafront.service.request.run.plan import tokenize
+from deltafront.service.request.run.plan import constrained, tokenize
 from deltafront.service.request.run.request_run import RequestRun
 from deltafront.service.request.ttft_clock import TtftClock
 from deltafront.workers.messages.requests import ID_BYTES
@@ -73,13 +73,14 @@ class ChoicesRun:
                 raise _first(failures) from None
 
     async def _tokenized(self, call: Call) -> Call:
+        call = await constrained(self.resources, call)
         text, prompt, append = self.accepted.text, call.prompt, call.append
         if prompt is not None:
             ids = await tokenize(self.resources, text, prompt, appended=False, answer=append is None)
-            prompt = Prompt(token_ids=ids, tools=prompt.tools)
+            prompt = _as_ids(prompt, ids)
         if append is not None:
             ids = await tokenize(self.resources, text, append, appended=True, answer=True)
-            append = Prompt(token_ids=ids, tools=append.tools)
+            append = _as_ids(append, ids)
         return replace(call, prompt=prompt, append=append)
 
     async def _prompt(self, number: int, call: Call) -> None:
@@ -117,6 +118,10 @@ class ChoicesRun:
         if forks and not choice:
             call = _keeping(call, self.fork_ttl_s)
         return RequestRun(self.resources, call, accepted, fork if forks else None)
+
+
+def _as_ids(prompt: Prompt, ids: bytes) -> Prompt:
+    return replace(prompt, text=None, messages=None, token_ids=ids)
 
 
 def _can_fork(call: Call) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.methods import MethodSpec, is_exact
 from deltafront.service.errors import InvalidArgument, TooLong
-from deltafront.service.request.calls import Call, Prompt, pack_ids, tools_of
+from deltafront.service.request.calls import Call, Ending, Prompt, pack_ids, tools_of
 from deltafront.service.request.context import Resources
 from deltafront.service.request.text.pieces import TextTooLong, TokenLimit
 from deltafront.service.request.text.text_budget import HeldText
@@ -50,7 +50,9 @@ async def tokenize(
         except TemplateError as error:
             raise InvalidArgument(f"{name}.messages.chat_template_kwargs", str(error)) from None
         try:
-            tokenizer = tokenizer.with_tools(prompt.tools)
+            tokenizer = tokenizer.with_tools(prompt.tools).with_ending(
+                prompt.ending if answer else Ending.CLOSED
+            )
         except TemplateError as error:
             raise InvalidArgument(f"{name}.messages.tools", str(error)) from None
         limited = tokenizer.with_limit(TokenLimit(resources.positions, stopped))
@@ -77,6 +79,8 @@ async def tokenize(
 async def constrained(resources: Resources, call: Call) -> Call:
     """Put the grammar of a call's constraint into its options. Compile it here, too, so that a wrong one is
     refused before prefill. Raises InvalidArgument."""
+    if call.options.constraint:
+        return call
     if call.constraint is None and tools_of(call.prompt, call.append) is None:
         return call
     grammar = await asyncio.to_thread(_grammar, resources, call)
@@ -119,7 +123,7 @@ def _schema_beside_tools(resources: Resources, call: Call) -> str | None:
 
 def generation_prompt(tokenizer: TextTokenizer, prompt: Prompt | None) -> str:
     """Return what the chat template writes before the answer; empty unless the prompt is messages."""
-    if prompt is None or prompt.messages is None:
+    if prompt is None or prompt.messages is None or prompt.ending is not Ending.ANSWER:
         return ""
     with contextlib.suppress(TemplateError):  # tokenising refuses it
         return tokenizer.with_variables(prompt.chat_template_kwargs).generation_prompt()

@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from deltafront.service.request.calls import SpecialTokens, Tools
+from deltafront.service.request.calls import Ending, SpecialTokens, Tools
 from deltafront.service.request.text.control_tokens import (
     TEMPLATE_READS_TOKENS,
     ControlTokens,
@@ -63,6 +63,7 @@ class TextTokenizer:
         self._template = template
         self._variables: Mapping[str, Any] = {}
         self._limit = TokenLimit()
+        self._ending = Ending.ANSWER
         self._control = ControlTokens(tokenizer, self._template_tokens())
         self.longest_token = longest_token(tokenizer, state)
         """Bytes of text that one token can stand for."""
@@ -116,6 +117,10 @@ class TextTokenizer:
 
     def with_limit(self, limit: TokenLimit) -> TextTokenizer:
         return self._with(_limit=limit)
+
+    def with_ending(self, ending: Ending) -> TextTokenizer:
+        """Return a tokenizer that ends conversations so."""
+        return self._with(_ending=ending)
 
     def _with(self, **changes: Any) -> TextTokenizer:
         other = copy.copy(self)
@@ -208,7 +213,7 @@ class TextTokenizer:
         head = len(self._render(before, False)) if before else 0
         try:
             for masking in control.maskings(messages):
-                added = self._render([*before, *masking.messages], add_generation_prompt)[head:]
+                added = self._render_all([*before, *masking.messages], add_generation_prompt)[head:]
                 if masking.unmask(added) == rendered:
                     text = control.with_aliases(added, masking, own_tokens)
                     return self._ids_with_aliases(text, add_bos)
@@ -235,13 +240,13 @@ class TextTokenizer:
         Raises TemplateError if a message is missing, or an earlier one is repeated.
         """
         head = self._render(before, False) if before else ""
-        rendered = self._render([*before, *messages], add_generation_prompt)
+        rendered = self._render_all([*before, *messages], add_generation_prompt)
         parts = [self._control.parts(message) for message in messages]
         numbered = [
             map_message(functools.partial(self._harmless, number), message, said)
             for number, (message, said) in enumerate(zip(messages, parts, strict=True))
         ]
-        harmless = self._render([*before, *numbered], add_generation_prompt)[len(head) :]
+        harmless = self._render_all([*before, *numbered], add_generation_prompt)[len(head) :]
         shown = set(_PLACEHOLDER.findall(harmless))
         if not rendered.startswith(head) or any(message["role"] in shown for message in before):
             raise TemplateError("this model's chat template cannot append messages: append text instead")
@@ -257,6 +262,10 @@ class TextTokenizer:
     def _harmless(self, number: int, text: str) -> str:
         """Return a placeholder for a text. White space stays, because templates test for empty texts."""
         return f"\N{ASTERISM}{number}\N{ASTERISM}" if text.strip() or self._control.find(text) else text
+
+    def _render_all(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        rendered = self._render(messages, add_generation_prompt and self._ending is Ending.ANSWER)
+        return _open(rendered, messages[-1]["content"]) if self._ending is Ending.OPEN else rendered
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         if self._template is None:
@@ -290,6 +299,16 @@ def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken], path: Path) -> N
                     f"{path} would number {token.content!r} as {assigned}, the files beside it say {number}: "
                     "they belong to different models"
                 )
+
+
+def _open(rendered: str, last: str) -> str:
+    """Cut a rendered conversation after its last message's text, like transformers. Raises TemplateError."""
+    text = last.strip()
+    if not text or text not in rendered:
+        raise TemplateError("the last message has no text that this model's chat template keeps to continue")
+    begin = rendered.rindex(text)
+    kept = last.lstrip()
+    return rendered[: begin + len(kept if rendered.startswith(kept, begin) else text)]
 
 
 def _placeholder(role: str, name: str) -> Message:
