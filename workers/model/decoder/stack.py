@@ -93,16 +93,19 @@ class DecoderLayer:
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
         """Compute q, k and v from the normed residual. Returns rotated q_THD, and writes K and V to `kv`."""
         weights, config = self._attention, self.config
-        normed = norm_of(residual, weights.input_norm, config.rms_eps, weights.qkv.quantised)
-        if config.parallel:
-            residual.normed = normed
-        qkv_TO = weights.qkv(normed)
+        qkv_TO = self._projected(residual, weights)
         if config.qk_norm_all_heads and weights.qk_norm_JD is not None:
             _norm_all_heads(qkv_TO, weights.qk_norm_JD.flatten(), config, self.collectives)
             return self._rotated(qkv_TO, angles, None, kv)
         norm = None if weights.qk_norm_JD is None else HeadNorm(weights.qk_norm_JD, config.rms_eps)
         q_THD, scale_D = self._rotated(qkv_TO, angles, norm, kv), weights.q_scale_D
         return q_THD if scale_D is None else (q_THD * scale_D).to(q_THD.dtype)
+
+    def _projected(self, residual: Residual, weights: AttentionWeights) -> torch.Tensor:
+        normed = norm_of(residual, weights.input_norm, self.config.rms_eps, weights.qkv.quantised)
+        if self.config.parallel:
+            residual.normed = normed
+        return weights.qkv(normed)
 
     def _rotated(
         self, qkv_TO: torch.Tensor, angles: Angles, norm: HeadNorm | None, kv: KVRows

@@ -118,8 +118,7 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
         fields["unrotated_layers"] = layers_without_windows(raw, family, layers)
     config = ModelConfig(**fields | dict(family.fixed))
     _refuse_uneven_heads(config)
-    if mixture is not None and (config.mlp_bias or not config.is_gated):
-        raise ModelError("experts with biases, or without a gate, are not supported")
+    _refuse_combinations(config)
     _refuse_dual_chunks(raw, config)
     return config
 
@@ -212,6 +211,16 @@ def _refuse_uneven_heads(config: ModelConfig) -> None:
             f"{config.q_heads} query heads on {config.kv_heads} key/value heads of dimension "
             f"{config.head_dim}: heads must divide evenly and the dimension must be even"
         )
+
+
+def _refuse_combinations(config: ModelConfig) -> None:
+    """Refuse features that the decoder cannot combine, which a family from outside may ask for."""
+    if config.mixture is not None and (config.mlp_bias or not config.is_gated or config.parallel):
+        raise ModelError("experts with biases, without a gate, or in parallel layers, are not supported")
+    if config.layer_norms and config.norms != "before":
+        raise ModelError("LayerNorms after attention or MLP are not supported")
+    if config.qk_norm_after_rope and config.qk_norm_all_heads:
+        raise ModelError("QK norm over all heads after the rotation is not supported")
 
 
 def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:

@@ -15,6 +15,7 @@ from deltafront.workers.model.directory.layer_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
+from deltafront.workers.model.family_registry import FAMILIES
 from deltafront.workers.prefill.group.chunks import ModelWork
 
 LLAMA31: dict[str, Any] = {
@@ -362,3 +363,23 @@ def test_error_names_missing_and_invalid_config_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"parallel": True}, "in parallel layers, are not supported"),
+        ({"layer_norms": True, "norms": "both"}, "LayerNorms after attention or MLP"),
+        (
+            {"qk_norm_after_rope": True, "qk_norm_all_heads": True},
+            "QK norm over all heads after the rotation",
+        ),
+    ],
+)
+def test_refuses_features_that_do_not_combine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed: dict[str, Any], message: str
+) -> None:
+    family = FAMILIES["Qwen3MoeForCausalLM"]
+    monkeypatch.setitem(FAMILIES, family.architecture, replace(family, fixed={**family.fixed, **fixed}))
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, LLAMA31 | EXPERTS)
