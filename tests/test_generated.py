@@ -48,7 +48,7 @@ def test_committed_tables_match_the_results(path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", configuration.SECTIONS)
-def test_every_key_of_the_configuration_is_explained(section: str) -> None:
+def test_documentation_explains_every_configuration_key(section: str) -> None:
     rows = list(configuration.rows(section))
     named = [row[0].strip("`") for row in rows]
     assert named == [field.name for field in dataclasses.fields(configuration.SECTIONS[section])]

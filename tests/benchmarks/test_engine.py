@@ -235,7 +235,7 @@ def ttft(case: str, seconds: float, gpus: int = 1, **parts: float) -> rows.Row:
     return {**rows.row(case, seconds, "s", tokens=1024, gpus=gpus, density=0.5), "parts": parts}
 
 
-def test_derives_throughput_ratios_of_groups_with_equal_stages(tmp_path: Path) -> None:
+def test_adds_throughput_ratios_of_groups_with_equally_many_stages(tmp_path: Path) -> None:
     one = rows.throughput_row("dpxa", 0.5, 1024, gpus=2, groups=1)
     other = rows.throughput_row("dpxa", 0.3, 1024, gpus=4, groups=1)
     two = rows.throughput_row("dpxa", 0.98, 1024, gpus=4, groups=2)
@@ -288,7 +288,7 @@ def test_merges_rows_of_several_runs_into_one_file(tmp_path: Path) -> None:
     assert "| ttft_dpxa | 1024 | 2 | 0.500 | 2.5 s |" in table
 
 
-def test_derives_the_ratio_of_full_to_delta_decode() -> None:
+def test_adds_a_row_with_full_decode_time_over_delta_decode_time() -> None:
     made = [
         rows.row(f"batch4_token_{name}", ms, "ms", tokens=512)
         for name, ms in (("full", 20.0), ("delta", 8.0))
@@ -297,7 +297,7 @@ def test_derives_the_ratio_of_full_to_delta_decode() -> None:
     assert [row["value"] for row in whole["rows"] if row["case"] == "batch4_full_over_delta"] == [2.5]
 
 
-def test_derives_the_ratio_of_int8_kv_to_16_bits() -> None:
+def test_adds_a_row_with_int8_kv_time_over_16_bit_time() -> None:
     for case, alone in (("batch4_token_full", {}), ("batch4_token_full_fp8", {"decode_gpu": "alone"})):
         made = [{**rows.row(case, 20.0, "ms", tokens=512), **alone}]
         made.append({**rows.row(case, 11.0, "ms", tokens=512), **alone, "kv_dtype": "int8"})
@@ -309,7 +309,7 @@ def test_derives_the_ratio_of_int8_kv_to_16_bits() -> None:
         assert "K/V int8" in tables.engine(whole)
 
 
-def test_derives_no_ratio_without_a_16_bit_row() -> None:
+def test_adds_no_int8_kv_ratio_without_a_16_bit_row() -> None:
     one = {**rows.row("token_full_fp8", 14.0, "ms", tokens=512), "kv_dtype": "int8", "shape": "32b"}
     assert rows.merged(None, [one], "GPU", "abc")["rows"] == [one]
 
@@ -322,7 +322,7 @@ def test_counts_the_gemms_of_each_layer() -> None:
     assert products_s(SHAPE, 100, 64, torch.device("cpu"), torch.float32, repeats=1) > 0
 
 
-def test_counts_a_tokens_experts_as_one_mlp() -> None:
+def test_counts_the_experts_of_one_token_as_one_mlp() -> None:
     router = MIXTURE.hidden * 4
     for shape in (MIXTURE, MIXED):
         macs = sum(out * width for out, width in matrices(shape))

@@ -24,14 +24,14 @@ class Client:
             yield Token(index=index, token_id=1, logprob=0.0)
 
 
-def test_every_answer_is_heard_with_its_prediction() -> None:
+def test_records_token_times_and_predicted_ttft_of_every_answer() -> None:
     prompts = [[n, 1, 1] for n in range(4)]
     seconds, heard = crowd.answered(Client(), prompts, 3, {"method": "dense"})  # type: ignore[arg-type]
     assert seconds > 0 and [one.expected_s for one in heard] == [2.0, 0.0, 2.0, 0.0]
     assert all(len(one.tokens_s) == 3 and one.tokens_s == sorted(one.tokens_s) for one in heard)
 
 
-def test_row_has_quantiles_of_first_tokens_gaps_and_predictions() -> None:
+def test_row_has_quantiles_of_ttft_token_gaps_and_predicted_ttft() -> None:
     load = crowd.Load(3, 100, 3)
     heard = [
         crowd.Heard(1.0, [1.0, 1.01, 1.03]),
@@ -45,7 +45,7 @@ def test_row_has_quantiles_of_first_tokens_gaps_and_predictions() -> None:
     assert crowd.crowd_row("crowd", load, 4.5, heard[2:], 1)["expected_off_p90"] is None
 
 
-def test_service_has_room_for_each_whole_crowd(tmp_path: Path) -> None:
+def test_benchmark_service_has_pages_for_all_concurrent_requests(tmp_path: Path) -> None:
     run = Run(parsed(["--cases", "crowd", "--model", str(tmp_path), "--target-gap-ms", "0", "30"]))
     assert run.given.target_gap_ms == [0.0, 30.0]
     for load in crowd.LOADS:

@@ -80,7 +80,7 @@ deltafront_kv_tier_pages{model_name="m",tier="host",worker="decode:b"} 3.0
     assert (tiers.tier_pages(text, "host"), tiers.tier_pages(text, "disk")) == (15.0, 7.0)
 
 
-def test_plain_read_reads_all_files_and_refuses_missing_ones(tmp_path: Path) -> None:
+def test_plain_disk_read_reads_all_files_and_refuses_missing_ones(tmp_path: Path) -> None:
     files = [tmp_path / f"{n}.safetensors" for n in range(3)]
     for path in files:
         path.write_bytes(bytes(100_000))

@@ -22,14 +22,14 @@ def shares(trace: Trace, pages: int, kind: str) -> tuple[float, float, float]:
     return least, mine, known
 
 
-def test_sessions_that_do_not_fit_are_found_far_oftener_than_by_lru() -> None:
+def test_policy_hits_far_more_than_lru_if_sessions_do_not_fit() -> None:
     for seed in range(3):
         trace = sessions(random.Random(seed), 16, 0.3, PAGE)
         least, mine, known = shares(trace, 327_680 // PAGE, "session")
         assert least + 0.15 < mine < known, seed
 
 
-def test_short_chats_that_end_lose_at_most_three_hundredths() -> None:
+def test_hit_rate_of_short_chats_is_at_most_3_points_below_lru() -> None:
     for seed in range(3):
         trace = chats(random.Random(seed), 2.0, 300.0)
         for pages in (3_000, 12_000):
@@ -37,13 +37,13 @@ def test_short_chats_that_end_lose_at_most_three_hundredths() -> None:
             assert least - 0.03 < mine < known, (seed, pages)
 
 
-def test_all_is_found_again_where_all_fits() -> None:
+def test_every_policy_has_the_same_hit_rate_if_all_fits() -> None:
     trace = sessions(random.Random(0), 4, 0.3, PAGE)
     least, mine, known = shares(trace, 4 * 105_000 // PAGE, "session")
     assert least == mine == known
 
 
-def test_orders_by_last_and_next_use_know_the_trace() -> None:
+def test_time_since_last_and_until_next_use_equal_the_trace() -> None:
     trace = sessions(random.Random(1), 2, 0.3, PAGE)
     uses, turn = Uses(trace), trace[5]
     name = turn.conversation

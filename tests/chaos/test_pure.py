@@ -52,14 +52,14 @@ def finished(ask: Ask = ASK, ids: tuple[int, ...] = (5, 6, 7)) -> Log:
     return Log(ask, list(range(len(ids))), list(ids), "abc"[: len(ids)], ["finished"], calls=1)
 
 
-def test_a_wait_counts_from_the_kill_and_ends_with_each_event() -> None:
+def test_longest_wait_starts_at_the_kill_or_the_previous_event() -> None:
     assert longest_wait([1.0, 9.0, 12.5, 13.0, 15.0], since=10.0) == 2.5
     assert longest_wait([11.0, 12.0, 15.0, 15.5], since=10.0) == 3.0
     assert longest_wait([14.0, 15.0], since=10.0) == 4.0, "nothing had come before"
     assert longest_wait([1.0, 9.0], since=10.0) == 0.0, "it had ended"
 
 
-def test_a_request_ends_exactly_once() -> None:
+def test_detects_requests_that_do_not_end_exactly_once() -> None:
     good = finished()
     assert not lost(good)
     for changes in (
@@ -98,7 +98,7 @@ deltafront_num_requests_running{worker="decode:a b"} 0.0
 """
 
 
-def test_counters_agree_with_what_clients_saw() -> None:
+def test_detects_counters_that_contradict_what_clients_saw() -> None:
     left = replace(finished(replace(ASK, form=Form.LEAVE)), ends=["left"])
     logs = [finished(), finished(), left]
     after = parse(EXPOSED)

@@ -84,7 +84,7 @@ def test_each_actor_runs_on_the_nodes_its_labels_name(cluster: LocalCluster) -> 
     assert len(cluster.nodes_of("FrontDoor")) == 2, "one door a node"
 
 
-def test_session_from_one_door_is_questioned_at_another(cluster: LocalCluster) -> None:
+def test_question_on_a_session_works_at_another_door(cluster: LocalCluster) -> None:
     first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
     with first, second:
         *_, read = first.prefill(DOCUMENT)
@@ -105,7 +105,7 @@ def test_session_from_one_door_is_questioned_at_another(cluster: LocalCluster) -
         assert (info.prefill_groups, info.prefill_stages, info.decode_workers) == (1, 2, 1)
 
 
-def test_session_from_grpc_is_questioned_over_http(cluster: LocalCluster) -> None:
+def test_completions_are_answered_over_http_at_every_door(cluster: LocalCluster) -> None:
     for address in cluster.http_doors:
         with OpenAI(base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0) as client:
             (model,) = client.models.list()

@@ -154,7 +154,7 @@ def mounts_the_model(pod: Object, claim: str) -> bool:
     return any(one.get("persistentVolumeClaim", {}).get("claimName") == claim for one in volumes)
 
 
-def test_every_part_of_the_time_to_first_token_is_explained() -> None:
+def test_operations_guide_explains_every_part_of_the_ttft() -> None:
     guide = (ROOT / "docs" / "operations.md").read_text()
     table = guide.partition("| part | what it means | what helps |")[2].partition("\n\n")[0]
     parts = [part for matcher in (ttft._DOOR, ttft._DECODE) for part in matcher.split('"')[1].split("|")]

@@ -98,7 +98,7 @@ def test_every_pod_has_a_policy_in_both_directions(overlay: str, direction: str)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_peer_is_a_pod_or_a_namespace_that_is_named(overlay: str) -> None:
+def test_network_policy_peers_are_selected_pods_or_named_namespaces(overlay: str) -> None:
     """An empty selector would permit all namespaces."""
     rules = [rule for one in policies(overlay) for rule in one.get("ingress", [])]
     assert all(rule["from"] for rule in rules)

@@ -215,7 +215,7 @@ def test_good_client_is_served_during_requests_with_a_long_name(
     assert sizes and max(sizes) < 4096
 
 
-def test_good_client_is_served_during_bodies_only_announced(attacked: Served, good: GoodClient) -> None:
+def test_good_client_is_served_during_bodies_that_never_arrive(attacked: Served, good: GoodClient) -> None:
     with good.beside("bodies that are announced"), contextlib.ExitStack() as kept:
         for count, size in ((560, 250_000), (160, 1_900), (60, 40)):
             for _ in range(count):

@@ -425,7 +425,7 @@ def test_serve_accepts_the_application_builder(model: Path) -> None:
     assert "model.safetensors cannot be read" in done.stderr
 
 
-def test_settings_that_change_kv_keep_groups_and_workers_apart() -> None:
+def test_settings_that_change_kv_change_the_configuration_fingerprint() -> None:
     model, handoff = ModelSpec(path="m"), HandoffConfig()
     same = pairing(model, handoff, None, 1)
     assert pairing(replace(model, profile="p"), replace(handoff, ack_timeout_s=1.0), None, 8) == same

@@ -126,7 +126,7 @@ def test_worker_death_after_a_sessions_last_token_loses_nothing(
 
 
 @pytest.mark.parametrize("wish", [{"max_tokens": 9}, {"max_tokens": 40, "stop": ["all of it"]}])
-def test_finish_names_no_session_if_its_worker_died(
+def test_finish_event_has_no_session_if_the_decode_worker_died(
     house: House, client: DeltafrontClient, wish: dict[str, Any]
 ) -> None:
     house.decode.script = [*b"all of it"]
@@ -168,7 +168,7 @@ def test_releasing_on_a_dying_worker_is_no_internal_error(
         client.release(made.session.session_id)  # type: ignore[union-attr]
 
 
-def test_a_request_outlives_a_silent_control_store(
+def test_request_finishes_while_rays_control_store_is_silent(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray's control store may not answer just after a worker died."""
@@ -234,7 +234,9 @@ def test_hand_off_time_is_recorded_if_its_worker_died(house: House, client: Delt
 # --- refusals of workers -----------------------------------------------------------------------------------
 
 
-def test_the_next_worker_is_asked_when_one_is_full(house: House, client: DeltafrontClient) -> None:
+def test_reserves_at_the_next_decode_worker_if_the_first_is_full(
+    house: House, client: DeltafrontClient
+) -> None:
     """The door's view is a moment old, so d0 refuses."""
     other = house.add_decode("decode:d1")
     other.total = 2000
@@ -271,7 +273,9 @@ def busy(seconds: float | None) -> Refused:
     return Refused(reason=RefusalReason.BUSY, message="64 prompts wait already", retry_after_s=seconds)
 
 
-def test_the_next_group_is_asked_when_ones_queue_is_full(house: House, client: DeltafrontClient) -> None:
+def test_prefills_at_the_next_group_if_the_queue_of_the_first_is_full(
+    house: House, client: DeltafrontClient
+) -> None:
     """The next group gets the same reservation. If all refuse, the retry time is the soonest of all
     groups."""
     first, second = house.group, house.add_group("prefill:g1")
@@ -294,7 +298,9 @@ def test_the_next_group_is_asked_when_ones_queue_is_full(house: House, client: D
     nothing_left(house)
 
 
-def test_asks_a_queue_that_looks_full_before_reserving_pages(house: House, client: DeltafrontClient) -> None:
+def test_asks_a_group_whose_queue_looks_full_before_reserving_pages(
+    house: House, client: DeltafrontClient
+) -> None:
     """A refusal then costs one call. If the group or another one has a place by now, it is used."""
     first, second = house.group, house.add_group("prefill:g1")
     for full in (first, second):
@@ -331,7 +337,7 @@ def test_door_polls_again_before_refusing_for_a_backlog(
     nothing_left(house)
 
 
-def test_waits_at_the_worker_that_has_room_first_if_all_are_full(
+def test_waits_at_the_decode_worker_whose_pages_are_free_soonest(
     house: House, client: DeltafrontClient
 ) -> None:
     first, second = house.decode, house.add_decode("decode:d1")

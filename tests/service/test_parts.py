@@ -138,7 +138,9 @@ KINDS = [kind for kind in DeltafrontError.__subclasses__() if kind.code is not C
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not InvalidArgument])
 @pytest.mark.parametrize("retry_after_s", [None, 0.2, 7.0])
-def test_errors_survive_the_wire(kind: type[DeltafrontError], retry_after_s: float | None) -> None:
+def test_errors_survive_grpc_encoding_and_decoding(
+    kind: type[DeltafrontError], retry_after_s: float | None
+) -> None:
     sent = kind("two\nlines", retry_after_s=retry_after_s)
     got = status.from_status(status.status(sent), status.details(sent), status.trailers(sent))
     assert type(got) is kind

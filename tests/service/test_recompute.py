@@ -149,7 +149,7 @@ def test_session_kept_after_a_sparse_prefix_recomputes_nothing(
 # --- after deaths ------------------------------------------------------------------------------------------
 
 
-def test_replay_after_a_worker_failure_keeps_answered_tokens_apart(
+def test_replayed_job_counts_answered_tokens_apart_from_its_prompt(
     house: House, client: DeltafrontClient
 ) -> None:
     house.decode.fail_after = [4]

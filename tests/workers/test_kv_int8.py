@@ -118,7 +118,7 @@ async def test_int8_service_answers_as_a_model_with_rounded_kv(
     assert behind(tiny_stack, DOCUMENT, await generate(run, "again")) < SAME
 
 
-async def test_delta_over_all_pages_equals_full_with_int8_kv(
+async def test_page_selection_of_all_pages_equals_full_with_int8_kv(
     bench: Callable[..., Any], tiny_llama: Path
 ) -> None:
     """A page budget that covers all pages attends to the same pages as `full`."""

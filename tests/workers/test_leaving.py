@@ -85,7 +85,7 @@ async def test_drain_lasts_while_api_servers_renew_an_idle_worker() -> None:
 
 
 @timeless
-async def test_group_stays_while_decode_workers_copy_from_its_pages() -> None:
+async def test_draining_group_stays_while_its_kv_is_being_copied() -> None:
     head = Head(*[LENT] * 30, IDLE)  # an idle worker ends after ten checks
     await head.drain(within_s=600)
     assert [state for state, _ in head.asked].count(LENT) == 30

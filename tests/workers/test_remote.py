@@ -28,7 +28,7 @@ from deltafront.workers.roles import DecodeWorker, Form, Group, Stage, forms
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_method_signature_decides_how_a_call_is_sent() -> None:
+def test_method_signature_decides_the_kind_of_remote_call() -> None:
     commands = dict.fromkeys(("open", "close", "pages_used"), Form.COMMAND)
     assert forms(Stage) == {**commands, "run_chunk": Form.DEFERRED, "abandon": Form.NOTICE}
     calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
@@ -66,7 +66,7 @@ class PlainActor:
         self.hosted: Any = Plain()
 
 
-async def test_hosted_object_answers_and_closes_its_streams_early() -> None:
+async def test_actor_calls_its_object_and_closes_abandoned_streams() -> None:
     actor = PlainActor()
     assert await actor.stats() == "well"
     assert [number async for number in actor.prefill(3)] == [0, 1, 2]
@@ -98,7 +98,7 @@ class TwoParts:
         return end
 
 
-def test_second_part_of_a_command_waits_while_later_commands_run() -> None:
+def test_second_part_of_a_command_does_not_block_later_commands() -> None:
     """The first and the second part run on separate threads, as in the actor. The second may be requested
     first."""
 
@@ -161,7 +161,7 @@ class Method:
         yield self._reply()
 
 
-async def test_commands_are_sent_before_await_and_notices_overtake_them() -> None:
+async def test_commands_are_sent_before_await_and_notices_use_another_queue() -> None:
     handle = Handle(7)
     stage: Any = remote_stage(handle, 0)
     replies = [stage.close("a"), stage.pages_used(), stage.close("b")]
@@ -176,7 +176,7 @@ async def test_commands_are_sent_before_await_and_notices_overtake_them() -> Non
     assert await asyncio.gather(*replies) == [7, 7, 7]
 
 
-async def test_both_parts_of_a_command_are_sent_at_once() -> None:
+async def test_both_parts_of_a_remote_command_are_sent_at_once() -> None:
     handle = Handle(7)
     stage: Any = remote_stage(handle, 0)
     replies = [stage.run_chunk("a"), stage.run_chunk("b"), stage.close("c")]

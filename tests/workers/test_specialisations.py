@@ -95,7 +95,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {one["name"]: one for one in map(json.loads, run.stdout.splitlines())}
 
 
-def test_cases_have_a_stage_that_begins_with_an_mlp() -> None:
+def test_compile_cases_include_a_stage_that_begins_with_an_mlp() -> None:
     """Otherwise the cases would cover no stage that begins with an MLP."""
     first, last = SHAPE.split(2)
     assert first.mlps.stop == last.mlps.start == first.layers.stop - 1

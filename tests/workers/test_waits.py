@@ -38,7 +38,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> C
     return wait
 
 
-def test_slow_block_logs_repeatedly_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_wait_logs_repeatedly_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     left, lines = ["a chunk", "a page"], list[str]()
     with said_when_slow(lambda: left[0], 0.01):
         deadline = time.monotonic() + HANG_S
@@ -51,7 +51,7 @@ def test_slow_block_logs_repeatedly_what_it_waits_for(caplog: pytest.LogCaptureF
     assert lines[0] == "after 0.01 s, waits for a chunk"
 
 
-def test_quick_block_logs_nothing_and_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_quick_wait_logs_nothing_and_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     with said_when_slow(lambda: "nothing", HANG_S):
         (thread,) = (one for one in threading.enumerate() if one.name == "slow-wait")
     assert not thread.is_alive() and not caplog.records

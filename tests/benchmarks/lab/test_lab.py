@@ -65,7 +65,7 @@ def test_batched_answers_equal_answers_one_by_one(stack: LayerStack, given: str)
             assert answer.said == decode(said)
 
 
-def test_prefills_the_prompts_end_again_densely(stack: LayerStack) -> None:
+def test_prefills_the_last_prompt_tokens_a_second_time_densely(stack: LayerStack) -> None:
     """After dense prefill the result does not change. After sparse prefill with all blocks recomputed it
     equals that of dense prefill."""
     ids, reader = ids_of(900), Reader(stack, 900)
@@ -107,7 +107,7 @@ def test_measures_log_probability_of_dense_attentions_answer(stack: LayerStack) 
 
 
 @pytest.mark.parametrize("blocks", [0, 9])
-def test_question_on_a_session_is_appended_densely(stack: LayerStack, blocks: int) -> None:
+def test_question_on_a_session_is_prefilled_densely(stack: LayerStack, blocks: int) -> None:
     """With every block recomputed, as after dense prefill of all; the last block is sparse otherwise."""
     document, question = ids_of(640), ids_of(90, 1)
     together, reader = Together(stack, 1, 760), Reader(stack, 760)
@@ -123,7 +123,7 @@ def test_question_on_a_session_is_appended_densely(stack: LayerStack, blocks: in
     assert answer.density > reader.read(document, SPARSE, 256).density
 
 
-def test_recall_finds_the_blocks_of_the_facts_and_both_rules(stack: LayerStack) -> None:
+def test_recall_is_the_share_of_fact_blocks_that_recompute_chooses(stack: LayerStack) -> None:
     words = [f"w{n}" for n in range(150)]
     tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -146,7 +146,7 @@ def test_recall_finds_the_blocks_of_the_facts_and_both_rules(stack: LayerStack) 
             assert sorted(chosen(looks.mass(), start, "mean", count)) == looks.most_attended(count)
 
 
-def test_lab_takes_rulers_prompts_and_files_of_prompts(tmp_path: Path) -> None:
+def test_lab_accepts_ruler_prompts_and_prompt_files(tmp_path: Path) -> None:
     text, tokenizer = tmp_path / "prose.txt", Tokenizer(WordLevel({"w": 0}, unk_token="w"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     text.write_text(" ".join(f"Sentence {n} tells of nothing." for n in range(90)))

@@ -102,7 +102,7 @@ def test_prefill_in_chunks_with_new_states_equals_the_whole_prompt(name: str, di
     assert tiles == pytest.approx(float(covered.computed))
 
 
-def test_packing_identical_keys_does_not_change_attention() -> None:
+def test_merging_identical_keys_does_not_change_attention() -> None:
     x = sample()
     leader = torch.arange(700) // 4 * 4
     for kv in (x.k_BGSD, x.v_BGSD):
@@ -116,7 +116,7 @@ def test_packing_identical_keys_does_not_change_attention() -> None:
             assert_rows_close(loose.attend(x, None, loose.new_state(spec_of(x)), no_phase), found)
 
 
-def test_computed_tiles_count_packed_and_exact_keys() -> None:
+def test_computed_tiles_count_merged_and_exact_keys() -> None:
     x = sample(640)
     backend = backend_of("delta_kv_periodic", every=4, block=64)
     state = backend.new_state(spec_of(x))
@@ -128,7 +128,7 @@ def test_computed_tiles_count_packed_and_exact_keys() -> None:
     assert float(backend.computed_tiles(x, None, state)) == pytest.approx(expected)
 
 
-def test_seed_and_layer_determine_random_anchors() -> None:
+def test_seed_and_layer_determine_random_delta_kv_anchors() -> None:
     x = sample()
     chances = []
     for seed, layer in ((1, 0), (1, 0), (2, 0), (1, 1)):

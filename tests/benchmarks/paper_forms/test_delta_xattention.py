@@ -27,7 +27,7 @@ def sample(tokens: int = 1100, **changes: Any):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("means", [0, 1])
-def test_packing_all_tiles_equals_the_oracle(means: int) -> None:
+def test_merging_the_keys_of_all_tiles_equals_the_oracle(means: int) -> None:
     x = sample(700)
     method = build(method_spec("delta_xattention_all_packed", {**OPTIONS, "means": means}))
     found, covered = method.attend(x, method.new_state(spec_of(x)))
@@ -58,7 +58,7 @@ def test_tile_skipping_drops_each_rows_lowest_scored_tiles(saved: float) -> None
         assert int(table[0, h].sum()) == every - min(int(saved), others)
 
 
-def test_tile_skipping_drops_the_number_of_tiles_that_packing_saves() -> None:
+def test_tile_skipping_drops_as_many_tiles_as_merging_keys_saves() -> None:
     """The numbers differ by less than one tile per head."""
     x = sample(2048)
     packing = build(method_spec("delta_xattention", OPTIONS))

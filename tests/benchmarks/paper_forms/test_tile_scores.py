@@ -45,7 +45,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("pattern", [0, 1, 2])
 @pytest.mark.parametrize("stride", [4, 16, 64])
-def test_xattention_scores_with_other_pairs_equal_the_oracle(stride: int, pattern: int) -> None:
+def test_xattention_with_other_query_key_pairs_equals_the_oracle(stride: int, pattern: int) -> None:
     x = sample()
     selector = PairedSelector(XAttentionPaperOptions(stride=stride, pattern=pattern, seed=3))
     assert sorted(selector.order) == list(range(stride))
@@ -53,7 +53,7 @@ def test_xattention_scores_with_other_pairs_equal_the_oracle(stride: int, patter
         check(scores(selector, part), antidiagonal_scores(part, stride, selector.order))
 
 
-def test_random_pairs_depend_on_the_seed() -> None:
+def test_random_query_key_pairs_depend_on_the_seed() -> None:
     orders = [PairedSelector(XAttentionPaperOptions(pattern=2, seed=seed)).order for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
 

@@ -268,7 +268,7 @@ def test_a_full_budget_equals_dense_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_line_selectors_refuse_bad_inputs(name: str) -> None:
+def test_vertical_slash_selectors_refuse_bad_inputs(name: str) -> None:
     x, selector = sample(200), SELECTORS[name]()
     with pytest.raises(KernelInputError, match="scale"):
         selector.select(replace(x, scale=-1.0), None, no_phase)
@@ -296,7 +296,7 @@ def test_selection_never_synchronises_with_the_device(name: str) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", SELECTORS)
-def test_line_selectors_do_not_store_all_logits(name: str) -> None:
+def test_vertical_slash_selectors_do_not_store_all_logits(name: str) -> None:
     x, selector = sample(65_536, torch.bfloat16, q_heads=4, head_dim=128), SELECTORS[name]()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -116,7 +116,7 @@ def test_attention_is_correct_if_a_rows_first_tile_is_fully_masked(start: int, h
 
 
 @pytest.mark.parametrize("means", [True, False])
-def test_packed_attention_weighs_a_run_by_its_length(means: bool) -> None:
+def test_delta_kv_weights_each_merged_key_by_its_number_of_keys(means: bool) -> None:
     x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
     backend = DeltaKVBackend(DeltaKVOptions(cos=0.8, means=means, critical=128))
     state = backend.new_state(spec_of(x))
@@ -129,7 +129,7 @@ def test_packed_attention_weighs_a_run_by_its_length(means: bool) -> None:
     assert_rows_close(found, packed_attention(x, starts, 128, means=means, chunk=CHUNK))
 
 
-def test_packing_identical_keys_does_not_change_attention() -> None:
+def test_merging_identical_keys_does_not_change_delta_kv() -> None:
     x = random_input(700, q_heads=2, kv_heads=1)
     x.k_BGSD.copy_(x.k_BGSD[:, :, torch.arange(700) // 5 * 5])
     exact = dense.cpu_attend(x)
@@ -141,7 +141,7 @@ def test_packing_identical_keys_does_not_change_attention() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("means", [True, False])
-def test_computes_tiles_outside_the_exact_share_over_packed_runs(share: float, means: bool) -> None:
+def test_tiles_outside_the_exact_share_attend_to_merged_keys(share: float, means: bool) -> None:
     whole = with_runs(random_input(700, q_heads=2, kv_heads=1, head_dim=16))
     x = chunk_of(whole, 128, 690)
     mask = random_mask(x, 0.7)
@@ -194,7 +194,7 @@ def test_attention_kernels_equal_the_cpu_versions(shape: dict[str, int], dtype: 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("means", [True, False])
-def test_packed_attention_kernel_equals_the_cpu_version(dtype: torch.dtype, means: bool) -> None:
+def test_merged_key_attention_kernel_equals_the_cpu_version(dtype: torch.dtype, means: bool) -> None:
     x = with_runs(random_input(900, rows=260, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE))
     state = PackedRuns.empty(spec_of(x), CHUNK)
     state.extend(x.k_BGSD, CHUNK, 0.8)
@@ -206,7 +206,7 @@ def test_packed_attention_kernel_equals_the_cpu_version(dtype: torch.dtype, mean
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("critical", [0, 100, 512])
-def test_packed_kernel_uses_the_same_exact_keys_as_the_cpu_version(critical: int, head_dim: int) -> None:
+def test_merged_key_kernel_has_the_same_exact_keys_as_the_cpu_version(critical: int, head_dim: int) -> None:
     """A query block has the same exact keys in any chunk."""
     for tokens, starts in ((1700, (0, 384, 1152)), (1000, (0, 128))) if GPU else ((1700, (1152,)),):
         x = with_runs(
@@ -304,7 +304,7 @@ def test_the_number_of_exact_tiles_is_rounded_up(share: str) -> None:
         assert (table[0, 0] & listed).sum(1).tolist() == expected
 
 
-def test_computed_tiles_count_exact_and_packed_keys() -> None:
+def test_computed_tiles_count_exact_and_merged_keys() -> None:
     x = with_runs(random_input(1200, q_heads=4, kv_heads=2))
     mask = random_mask(x, 0.4)
     listed = float(mask.count_BHN.sum())

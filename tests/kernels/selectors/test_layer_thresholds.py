@@ -52,7 +52,7 @@ def test_each_layer_selects_by_its_own_thresholds(name: str) -> None:
     assert masks[0] != masks[1] != masks[2] != masks[0]
 
 
-def test_thresholds_are_looked_up_by_layer_and_prompt_length() -> None:
+def test_thresholds_depend_on_layer_and_prompt_length() -> None:
     asked = []
 
     def thresholds(layer: int, tokens: int) -> tuple[float, ...]:

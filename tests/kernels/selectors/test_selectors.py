@@ -78,7 +78,7 @@ def test_anchor_scores_equal_the_oracle(options: AnchorsOptions) -> None:
     check_scores(score, anchor_scores(x, selector.form))
 
 
-def test_lowers_the_cosine_only_in_blocks_with_too_many_anchors() -> None:
+def test_lowers_the_cosine_threshold_only_in_blocks_with_many_anchors() -> None:
     x = sample(256)
 
     def counts(side: SideSettings) -> torch.Tensor:
@@ -100,7 +100,7 @@ def biased(x: AttentionInput, size: float = 40.0) -> AttentionInput:
     return replace(x, k_BGSD=x.k_BGSD + bias_D, q_BHTD=x.q_BHTD + 0.1 * bias_D)
 
 
-def test_a_key_bias_does_not_change_runs_of_centred_keys() -> None:
+def test_a_key_bias_does_not_change_the_anchors_of_centred_keys() -> None:
     x = sample(512)
     side = SideSettings(32, 0.15)
     plain, centred = (AnchorSettings(cos, side, side, centred=c) for cos, c in ((0.75, False), (0.4, True)))
@@ -167,7 +167,7 @@ def window(row: int, size: int) -> range:
     return range(max(0, row - size + 1), row + 1)
 
 
-def test_masks_contain_scores_on_request() -> None:
+def test_mask_contains_the_scores_of_kept_tiles_on_request() -> None:
     x = sample(400)
     options = AntidiagonalOptions(tau=0.8)
     selector = AntidiagonalSelector(options, with_scores=True)

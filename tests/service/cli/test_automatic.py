@@ -57,7 +57,7 @@ def test_serves_and_prints_the_longest_context_that_fits() -> None:
         choose(EIGHT, "here", machine(1, 33.0), Wishes(max_model_len=131_072))
 
 
-def test_says_how_many_gpus_hold_a_model_that_does_not_fit() -> None:
+def test_error_says_how_many_gpus_the_model_would_need() -> None:
     with pytest.raises(ConfigError, match=r"; \d+ such GPUs are enough$"):
         choose(SEVENTY, "here", machine(1), Wishes())
 

@@ -97,7 +97,7 @@ def test_a_profile_is_written_for_the_model_with_its_overrides(model: Path, tmp_
         load_profile(dataclasses.replace(own, rope_theta=None))
 
 
-def test_levels_are_made_for_each_density_and_length(model: Path, tmp_path: Path) -> None:
+def test_calibrates_thresholds_for_each_density_and_prompt_length(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     path = tmp_path / "profile.json"
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400, "--serving-budget", 9)
@@ -115,7 +115,7 @@ def test_levels_are_made_for_each_density_and_length(model: Path, tmp_path: Path
     assert "600 tokens, document 1 of 1" in done.stderr
 
 
-def test_levels_with_xattention_thresholds_are_marked(model: Path, tmp_path: Path) -> None:
+def test_profile_marks_densities_with_xattention_thresholds(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
     level = ("--density", 0.9, "--length", 600, "--method", "xattention", "--option", "window=1")

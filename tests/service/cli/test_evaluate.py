@@ -89,7 +89,7 @@ def test_rows_are_repeated_exactly_with_the_same_seed(model: Path, tmp_path: Pat
     assert dense["density"] == 1.0 > sparse["density"] and dense["samples"] == sparse["samples"] == 1
 
 
-def test_setting_that_keeps_all_keys_answers_as_dense(model: Path, questions: Path) -> None:
+def test_setting_that_keeps_all_keys_gives_the_answers_of_dense(model: Path, questions: Path) -> None:
     done = run(model, "--questions", questions, "--json", "--setting", EVERYTHING, "--ask", "both")
     assert done.exit_code == 0, done.output
     rows = {row["setting"]: row for row in json.loads(done.stdout)["rows"]}
@@ -99,7 +99,7 @@ def test_setting_that_keeps_all_keys_answers_as_dense(model: Path, questions: Pa
     assert rows[LITTLE]["logp"] < 0 and {f"{LITTLE}, session"} <= set(rows)
 
 
-def test_own_text_is_continued_and_may_not_have_calibrated(model: Path, tmp_path: Path) -> None:
+def test_evaluates_on_a_users_text_unless_it_calibrated_the_profile(model: Path, tmp_path: Path) -> None:
     text, profile = tmp_path / "mine.txt", tmp_path / "profile.json"
     text.write_text(PROSE)
     write_profile(model, profile, texts=(ProfiledText.of(PROSE, 900),))
@@ -125,7 +125,7 @@ def test_calibration_refuses_a_text_that_evaluated(model: Path, tmp_path: Path) 
     assert done.exit_code == 1 and "it evaluated the profile: calibrate on another text" in done.output
 
 
-def test_new_levels_drop_a_measured_setting_that_goes_by_levels(model: Path) -> None:
+def test_recalibration_drops_a_measured_setting_that_uses_thresholds(model: Path) -> None:
     by_level = MEASURED.model_copy(update={"method": "dpxa", "options": {"density": 0.3}})
     for measured, kept in ((MEASURED, MEASURED), (by_level, None)):
         profile = make_profile(model, measured=measured)

@@ -101,7 +101,7 @@ def test_generate_sends_recompute_blocks_and_prints_the_tokens(house: House, doc
     assert "128 recomputed" in " ".join(done.stderr.split())
 
 
-def test_prefill_then_ask_then_release(house: House, document: Path) -> None:
+def test_prefills_a_session_answers_a_question_and_releases_it(house: House, document: Path) -> None:
     done = run("prefill", "-", "--raw", "--address", house.address, "--keep", 30, stdin=document.read_text())
     assert done.exit_code == 0, done.output
     session = done.stdout.strip()
@@ -200,7 +200,7 @@ def test_version_option_prints_the_version() -> None:
     assert (done.exit_code, done.stdout) == (0, f"deltafront {__version__}\n")
 
 
-def test_command_line_ports_override_the_files_ports() -> None:
+def test_command_line_ports_override_those_of_the_configuration() -> None:
     settings = read_settings(DEMO, None, None)
     moved = with_keys(settings, "door", {"http_port": 8080, "grpc_port": 9090, "metrics_port": None})
     assert (moved.door.http_port, moved.door.grpc_port, moved.door.metrics_port) == (8080, 9090, 9464)
@@ -238,7 +238,7 @@ def test_timings_fit_80_columns_with_full_names(stages: int) -> None:
     assert shown.count("14.296") == stages + 1 and "…" not in shown
 
 
-def test_profile_figures_are_printed_as_names_and_values(house: House) -> None:
+def test_info_prints_profile_measurements_as_names_and_values(house: House) -> None:
     figures = {"measured": "held-out {texts}", "needles": {"dpxa at 128": {"exact": 9, "kl": 0.5}}}
     info = replace(
         DeltafrontClient(house.address).info(), profile=ProfileInfo("tiny", [], json.dumps(figures))
@@ -259,7 +259,7 @@ def test_serve_names_a_misspelt_key(tmp_path: Path, model: Path) -> None:
     assert f"{config}: unknown key 'prefill.stagse'; did you mean 'stages'?" in done.stderr
 
 
-def test_model_option_replaces_the_files_model() -> None:
+def test_model_option_replaces_the_configurations_model() -> None:
     demo = Path(__file__).parents[3] / "deploy" / "config" / "demo.yaml"
     settings = read_settings(demo, "owner/name", None)
     assert settings.model == ModelSpec(path="owner/name", dtype=settings.model.dtype)
@@ -268,14 +268,14 @@ def test_model_option_replaces_the_files_model() -> None:
     assert read_settings(demo, None, None).model.adapter is not None
 
 
-def test_model_option_ignores_the_files_profile() -> None:
+def test_model_option_ignores_the_configurations_profile() -> None:
     """The warm-up names densities that the other model's profile may lack."""
     settings = read_settings(Path(__file__).parents[3] / "deploy" / "config" / "gpu.yaml", "owner/name", None)
     settings.check_against(SHAPES["8b"], None)
     assert settings.prefill.warm_up == ("dense", "dpxa")
 
 
-def test_another_model_keeps_the_files_quantisation(tmp_path: Path) -> None:
+def test_model_option_keeps_the_configurations_quantisation(tmp_path: Path) -> None:
     file = tmp_path / "fp8.yaml"
     gpus = "prefill: {device: cuda}\ndecode: {device: cuda, page_selection: full}\n"
     file.write_text("model: {path: x, dtype: bfloat16, quantisation: fp8}\n" + gpus)

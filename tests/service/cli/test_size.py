@@ -221,7 +221,7 @@ def test_every_dtype_has_a_size() -> None:
     assert set(size.DTYPE_BYTES) == set(get_args(Dtype))
 
 
-def test_the_command_takes_a_model_directory(tmp_path: Path) -> None:
+def test_size_command_accepts_a_model_directory(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path / "tiny")
     done = run("size", directory, "--tokens", 4096, "--concurrency", 3, "--json", "--dtype", "float32")
     assert done.exit_code == 0, done.output
@@ -230,7 +230,7 @@ def test_the_command_takes_a_model_directory(tmp_path: Path) -> None:
     assert found["weight_bytes"] > 2 * 199 * HIDDEN * 4
 
 
-def test_the_command_prints_a_table() -> None:
+def test_size_command_prints_a_table() -> None:
     done = run("size", "8b", "--tokens", 131_072)
     assert done.exit_code == 0 and "131,072" in done.stdout and "128" in done.stdout
 

@@ -42,7 +42,7 @@ async def test_answers_as_the_synchronous_client_does(client: AsyncDeltafrontCli
     assert (len(tokens), finish.reason, bool(progress)) == (9, "length", True)
 
 
-async def test_keeps_a_session_asks_it_and_releases_it(client: AsyncDeltafrontClient) -> None:
+async def test_keeps_a_session_answers_a_question_and_releases_it(client: AsyncDeltafrontClient) -> None:
     *_, made = await gather(client.prefill(PROMPT))
     assert isinstance(made, PrefillFinished)
     session = made.session.session_id

@@ -52,7 +52,7 @@ def test_token_ids_may_be_of_any_integer_type(client: DeltafrontClient, given: A
         ("\udcff", r"prompt\.text: .* surrogates"),
     ],
 )
-def test_prompt_is_sent_unchanged_or_refused(client: DeltafrontClient, prompt: Any, says: str) -> None:
+def test_error_names_the_field_of_an_invalid_prompt(client: DeltafrontClient, prompt: Any, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         list(client.prefill(prompt))
     with pytest.raises(InvalidArgument, match=says.replace("prompt", "append", 1)):

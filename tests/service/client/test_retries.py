@@ -43,7 +43,7 @@ def test_retry_pauses_grow_until_retry_s_is_over() -> None:
     assert sum(clock.slept) <= 10
 
 
-def test_answer_resets_the_retries() -> None:
+def test_received_event_resets_the_retry_time() -> None:
     clock = Clock()
     retries = clock.retries(retry_s=1.0)
     for _ in range(20):

@@ -115,7 +115,7 @@ LONG = "ab" * (1 << 18)
         ({f"a{n}": "x" for n in range(300)}, "fields: at most 256"),
     ],
 )
-def test_names_from_a_caller_are_cut_before_compared_or_shown(
+def test_long_field_names_are_cut_before_error_messages_quote_them(
     house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], says: str
 ) -> None:
     compare = difflib.get_close_matches
@@ -184,7 +184,7 @@ def test_request_counts_against_limits_before_its_body_has_arrived(
     assert begun(address, "beta") is None
 
 
-def test_requests_that_do_not_arrive_leave_places_to_other_callers(
+def test_unfinished_uploads_leave_request_slots_to_other_callers(
     make_house: Callable[..., House], make_http: Any, begun: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").write_text("alpha\nbeta\ngamma\n")
@@ -197,7 +197,7 @@ def test_requests_that_do_not_arrive_leave_places_to_other_callers(
         assert list(client.generate("hi", max_tokens=1))
 
 
-def test_content_length_alone_reserves_no_room(
+def test_content_length_alone_reserves_no_text_budget(
     make_house: Callable[..., House], make_http: Any, begun: Callable[..., Any]
 ) -> None:
     house = make_house(model_name=MODEL)
@@ -269,7 +269,7 @@ def ask(house: House) -> Any:
         return list(method(wish.SerializeToString(), timeout=HANG_S))
 
 
-def test_no_more_messages_are_received_than_have_room(
+def test_receives_only_as_many_grpc_messages_as_there_are_slots(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "_ROOM_TIMEOUT_S", 0.2)
@@ -302,13 +302,13 @@ def test_unauthenticated_call_is_refused_before_its_message(guarded: House) -> N
         assert code is grpc.StatusCode.UNAUTHENTICATED and ours
 
 
-def test_messages_that_do_not_come_leave_places_to_other_callers(guarded: House) -> None:
+def test_unsent_grpc_messages_leave_slots_to_other_callers(guarded: House) -> None:
     with silent(guarded, 5, "alpha") as calls, DeltafrontClient(guarded.address, "beta") as client:
         assert list(client.generate("hi", max_tokens=1))
         assert any(not call.done() for call in calls)
 
 
-def test_a_message_that_stalls_gives_its_place_to_a_waiting_one(
+def test_stalled_grpc_message_gives_its_slot_to_a_waiting_one(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without bearer tokens all clients are one caller, which may take all places."""

@@ -64,7 +64,7 @@ def test_several_prompts_are_answered_in_order(house: House, api: openai.OpenAI,
     nothing_left(house)
 
 
-def test_choices_after_a_session_share_it(house: House, api: openai.OpenAI) -> None:
+def test_several_choices_can_continue_one_session(house: House, api: openai.OpenAI) -> None:
     made = complete(api, "document", extra_body={"session_ttl_s": 60}).deltafront["session"]
     answer = complete(api, "why?", n=2, extra_body={"session_id": made["session_id"]})
     text = expected(ids("document") + ids("why?"), 5)
@@ -80,7 +80,7 @@ def test_each_choice_has_a_seed_of_its_own(house: House, api: openai.OpenAI) -> 
     assert seeds[0] == 7 and len(set(seeds)) == 3 and sorted(seeds[:3]) == sorted(seeds[3:])
 
 
-def test_lost_choice_continues_from_its_prompt(house: House, api: openai.OpenAI) -> None:
+def test_choice_resumes_after_its_decode_worker_fails(house: House, api: openai.OpenAI) -> None:
     house.decode.fail_after = [99, 2]
     answer = complete(api, LONG, n=2)
     assert {choice.text for choice in answer.choices} == {expected(ids(LONG), 5)}
@@ -117,7 +117,7 @@ def finished(tokens: int) -> GenerateFinished:
     return GenerateFinished(FinishReason.LENGTH, "", usage, timings, Density(), None, 1.0, "id")
 
 
-def test_best_of_returns_the_likeliest_answers() -> None:
+def test_best_of_returns_the_answers_with_the_highest_logprob() -> None:
     splitter = AnswerSplitter()
     context = ReplyContext("m", 99, "id", splitter, lambda: TokenBytes(None, {}))  # type: ignore[arg-type]
     replies = [Reply(TEXT, context, StreamOptions()) for _ in range(4)]

@@ -42,7 +42,7 @@ def test_loglikelihood_of_lm_eval_is_answered(house: House, api: openai.OpenAI, 
     nothing_left(house)
 
 
-def test_bos_of_an_echoed_text_has_no_place_in_it(api: openai.OpenAI) -> None:
+def test_bos_of_an_echoed_prompt_has_a_logprob_but_no_text(api: openai.OpenAI) -> None:
     found = complete(api, "ab", echo=True, logprobs=0, max_tokens=0).choices[0]
     assert found.text == "ab"
     assert (found.logprobs.tokens, found.logprobs.text_offset) == (["<bos>", "a", "b"], [0, 0, 1])
@@ -58,7 +58,7 @@ def test_streamed_echo_equals_the_whole_one(house: House, api: openai.OpenAI) ->
         assert [value for part in parts for value in getattr(part, name)] == getattr(whole.logprobs, name)
 
 
-def test_measured_prompt_survives_a_worker_failure(house: House, api: openai.OpenAI) -> None:
+def test_prompt_logprobs_survive_a_worker_failure(house: House, api: openai.OpenAI) -> None:
     house.decode.fail_after = [2]
     found = complete(api, "hello", echo=True, logprobs=1).choices[0]
     assert len(found.logprobs.tokens) == 6 + 5

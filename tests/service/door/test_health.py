@@ -92,7 +92,7 @@ def test_bounds_health_watches_and_keeps_the_newest(house: House, bound: str) ->
         assert not any(one.done() for one in watches[2:])
 
 
-def test_a_watch_ends_by_itself(house: House) -> None:
+def test_health_watch_ends_at_its_time_limit(house: House) -> None:
     house.entrance.watches = NewestOnly(100, 0.1)
     with grpc.insecure_channel(house.address) as channel:
         assert [answer.status for answer in watch(channel)] == [SERVING]

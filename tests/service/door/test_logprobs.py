@@ -16,7 +16,7 @@ from ..inprocess import House
 from .openai_calls import chat, complete
 
 
-def test_chat_tells_every_token_and_the_likeliest(house: House, api: openai.OpenAI) -> None:
+def test_chat_logprobs_list_every_token_and_its_top_alternatives(house: House, api: openai.OpenAI) -> None:
     house.decode.script = list("ab€".encode())
     answer = chat(api, logprobs=True, top_logprobs=2).choices[0]
     entries = answer.logprobs.content
@@ -29,7 +29,7 @@ def test_chat_tells_every_token_and_the_likeliest(house: House, api: openai.Open
     assert chat(api).choices[0].logprobs is None
 
 
-def test_offsets_of_split_characters_are_their_first_place(house: House, api: openai.OpenAI) -> None:
+def test_tokens_within_one_character_share_its_text_offset(house: House, api: openai.OpenAI) -> None:
     house.decode.script = list("x€yé".encode())
     found = complete(api, max_tokens=7, logprobs=2).choices[0]
     assert found.text == "x€yé"
@@ -62,20 +62,20 @@ def test_end_token_has_an_entry_and_no_text(house: House, api: openai.OpenAI) ->
     assert (found.text, found.logprobs.tokens, found.logprobs.text_offset) == ("a", ["a", "<eos>"], [0, 1])
 
 
-def test_grpc_tokens_carry_the_likeliest(client: DeltafrontClient) -> None:
+def test_grpc_tokens_include_top_logprobs(client: DeltafrontClient) -> None:
     tokens = [e for e in client.generate("p", max_tokens=3, top_logprobs=2) if isinstance(e, Token)]
     assert [len(token.top) for token in tokens] == [2, 2, 2]
     assert tokens[0].top[0] == TokenLogprob(token_id=tokens[0].token_id, logprob=-0.5)
     assert not any(e.top for e in client.generate("p", max_tokens=3) if isinstance(e, Token))
 
 
-def test_resumed_answer_tells_each_logprob_once(house: House, api: openai.OpenAI) -> None:
+def test_resumed_answer_has_each_tokens_logprob_exactly_once(house: House, api: openai.OpenAI) -> None:
     house.decode.fail_after = [2]
     answer = chat(api, logprobs=True).choices[0]
     assert "".join(entry.token for entry in answer.logprobs.content) == answer.message.content
 
 
-def test_impossible_token_has_openais_least_number(house: House) -> None:
+def test_token_of_probability_0_has_logprob_minus_9999(house: House) -> None:
     token_bytes: TokenBytes = house.door._requests.token_bytes
     token = Token(index=0, token_id=97, logprob=-1.0, top=(TokenLogprob(token_id=98, logprob=-float("inf")),))
     for kind in (ChatLogprobs, TextLogprobs):

@@ -81,7 +81,7 @@ def assembled(events: list[Json]) -> Json:
 ANSWER = f"<think>Hm</think>\n\nLet me see.\n{call('weather', ROME)}\n{call('weather', ROME)}"
 
 
-def test_answer_has_thinking_text_and_calls(address: str, says: Any) -> None:
+def test_message_has_thinking_text_and_tool_calls(address: str, says: Any) -> None:
     says(ANSWER)
     answer = message(address, tools=[TOOL])
     thought, text, *calls = answer["content"]
@@ -94,7 +94,7 @@ def test_answer_has_thinking_text_and_calls(address: str, says: Any) -> None:
 
 
 @pytest.mark.parametrize("said", [ANSWER, call("weather", ROME), "Sunny", "", "<think>a</think>"])
-def test_streamed_message_equals_the_whole_one(address: str, says: Any, said: str) -> None:
+def test_streamed_message_equals_the_unstreamed_one(address: str, says: Any, said: str) -> None:
     says(said)
     asked: Json = {"tools": [TOOL], "skip_cache": True}
     whole = message(address, **asked)
@@ -106,7 +106,7 @@ def test_streamed_message_equals_the_whole_one(address: str, says: Any, said: st
     assert {key: streamed[key] for key in kept} == {key: whole[key] for key in kept}
 
 
-def test_model_reads_system_calls_and_results_in_order(address: str, house: House) -> None:
+def test_prompt_has_system_text_tool_calls_and_results_in_order(address: str, house: House) -> None:
     used = {"type": "tool_use", "id": "c1", "name": "weather", "input": json.loads(ROME)}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "sun"}]}
     message(
@@ -177,7 +177,7 @@ def test_tool_call_cut_by_max_tokens_has_partial_arguments(address: str, says: A
     assert answer["content"][0]["input"] == {"city": "Rome"}
 
 
-def test_answer_follows_output_config(address: str) -> None:
+def test_message_matches_the_schema_of_output_config(address: str) -> None:
     answer = message(address, output_config={"format": {"type": "json_schema", "schema": WEATHER}})
     assert json.loads(answer["content"][0]["text"]).keys() == {"city", "days"}
 
@@ -217,7 +217,9 @@ def test_accepts_the_fields_of_claude_code(address: str, house: House) -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "must be user or assistant"),
     ],
 )  # fmt: skip
-def test_refuses_in_words_before_prefill(address: str, house: House, given: Json, said: str) -> None:
+def test_refuses_invalid_messages_requests_before_prefill(
+    address: str, house: House, given: Json, said: str
+) -> None:
     answer = post(address, **given)
     error = answer.json()
     assert answer.status_code == 400 and error["type"] == "error"
@@ -247,7 +249,7 @@ def test_fault_in_mid_stream_ends_it_with_an_error_event(
     assert last["type"] == "error" and last["error"]["type"] == "api_error"
 
 
-def test_x_api_key_is_a_token(
+def test_accepts_the_bearer_token_in_the_x_api_key_header(
     make_house: Callable[..., House], make_http: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").write_text("alpha\n")

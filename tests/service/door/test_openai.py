@@ -348,7 +348,7 @@ def test_deltafront_options_reach_the_service(house: House, api: openai.OpenAI) 
         assert report["recomputed_tokens"] == 256
 
 
-def test_session_is_kept_and_questioned_over_http(house: House, api: openai.OpenAI) -> None:
+def test_session_is_kept_and_continued_over_http(house: House, api: openai.OpenAI) -> None:
     document = {"role": "user", "content": "d" * 300}
     question = {"role": "user", "content": "why?"}
     made = chat(api, [document, question], extra_body={"session_ttl_s": 600})

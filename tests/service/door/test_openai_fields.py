@@ -44,13 +44,13 @@ DECIDED = {*openai_requests._NO_OP_VALUES, *openai_requests._LABELS}
     ("kind", "fields"),
     [(openai_requests._ChatFields, CHAT | VLLM), (openai_requests._TextFields, TEXT | VLLM)],
 )
-def test_every_field_of_openai_and_vllm_is_known(kind: Any, fields: set[str]) -> None:
+def test_every_request_field_of_openai_and_vllm_is_taken_or_refused(kind: Any, fields: set[str]) -> None:
     """A new field fails this test, so that we decide whether to support or refuse it."""
     own = {"chat_template_kwargs"}  # only for messages
     assert fields - own <= {*kind.model_fields, *DECIDED, "stream"}
 
 
-def test_parts_and_messages_of_openai_are_known(api: openai.OpenAI) -> None:
+def test_every_openai_message_and_content_part_is_taken_or_refused(api: openai.OpenAI) -> None:
     part = chat_types.ChatCompletionContentPartTextParam.__annotations__.keys() - {"type", "text"}
     assert part <= openai_requests._PART_LABELS
     user = chat_types.ChatCompletionUserMessageParam.__annotations__.keys()

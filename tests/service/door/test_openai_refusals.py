@@ -38,7 +38,7 @@ def refusal(call: Callable[[], Any], kind: type[openai.APIStatusError]) -> Any:
     return error | {"headers": caught.value.response.headers, "status": caught.value.status_code}
 
 
-def test_refuses_wrong_tokens_and_keeps_callers_apart(
+def test_refuses_wrong_bearer_tokens_and_sessions_of_other_callers(
     make_house: Callable[..., House], make_http: Any, connect: Open, tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").write_text("alpha\nbeta\n")

@@ -60,7 +60,7 @@ def without_ids(response: Any) -> Any:
     return left
 
 
-def test_answer_has_reasoning_text_and_calls(api: openai.OpenAI, says: Any) -> None:
+def test_response_has_reasoning_text_and_tool_calls(api: openai.OpenAI, says: Any) -> None:
     says(ANSWER)
     response = ask(api, tools=[TOOL])
     thought, message, *calls = response.output
@@ -72,7 +72,7 @@ def test_answer_has_reasoning_text_and_calls(api: openai.OpenAI, says: Any) -> N
 
 
 @pytest.mark.parametrize("said", [ANSWER, call("weather", ROME), "Sunny", "", "<think>a</think>"])
-def test_streamed_response_equals_the_whole_one(api: openai.OpenAI, says: Any, said: str) -> None:
+def test_streamed_response_equals_the_unstreamed_one(api: openai.OpenAI, says: Any, said: str) -> None:
     says(said)
     whole = ask(api, tools=[TOOL])
     events = list(ask(api, tools=[TOOL], stream=True))
@@ -103,7 +103,7 @@ def test_streamed_items_open_grow_and_close_in_order(api: openai.OpenAI, says: A
                 assert pieces[event.item_id] == getattr(event, "text", None) or event.arguments
 
 
-def test_model_reads_items_in_order(api: openai.OpenAI, house: House) -> None:
+def test_prompt_has_the_input_items_in_order(api: openai.OpenAI, house: House) -> None:
     ask(
         api,
         [
@@ -125,7 +125,9 @@ def test_model_reads_items_in_order(api: openai.OpenAI, house: House) -> None:
     )
 
 
-def test_stored_response_is_continued(api: openai.OpenAI, says: Any, house: House) -> None:
+def test_previous_response_id_continues_a_stored_response(
+    api: openai.OpenAI, says: Any, house: House
+) -> None:
     says(f"<think>Hm</think>Let me\n{call('weather', ROME)}")
     first = ask(api, tools=[TOOL], instructions="Be nice")
     says("Sunny")
@@ -165,7 +167,7 @@ def test_any_door_continues_and_deletes_a_response(
 
 
 @pytest.mark.parametrize("said", ["", "<think>a</think>", call("weather", ROME)])
-def test_empty_and_cut_responses_are_continued(
+def test_empty_and_incomplete_responses_can_be_continued(
     api: openai.OpenAI, says: Any, house: House, said: str
 ) -> None:
     says(said)
@@ -175,7 +177,7 @@ def test_empty_and_cut_responses_are_continued(
     assert prompt_of(house).endswith("[user:hi][assistant:][user:more][a:")
 
 
-def test_store_false_keeps_nothing(
+def test_store_false_stores_no_response(
     api: openai.OpenAI, make_house: Callable[..., House], make_http: Any, connect: Open, tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").write_text("alpha\nbeta\n")
@@ -231,7 +233,7 @@ def test_response_cut_by_max_output_tokens_is_incomplete(api: openai.OpenAI) -> 
         ({"input": "x" * 9000}, "input", "maximum context length"),
     ],
 )  # fmt: skip
-def test_refuses_in_words_before_prefill(
+def test_refuses_invalid_responses_requests_before_prefill(
     api: openai.OpenAI, house: House, given: Any, param: str, said: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -261,7 +263,7 @@ def test_unsupported_response_paths_list_the_served_ones(address: str) -> None:
     assert answer.status_code == 404 and "/v1/responses" in answer.json()["error"]["message"]
 
 
-def test_store_evicts_the_oldest_by_bytes_and_age() -> None:
+def test_response_store_evicts_the_oldest_by_bytes_and_age() -> None:
     now, said = [0.0], [{"role": "user", "content": "x" * 1000}]
     size = 2 * size_of(said) + size_of({})
     store = ResponseStore(10 * size, lambda: now[0])
@@ -277,7 +279,7 @@ def test_store_evicts_the_oldest_by_bytes_and_age() -> None:
     assert not has(store, 19_999) and store.size == 0
 
 
-def test_running_response_counts_but_cannot_be_retrieved() -> None:
+def test_unfinished_response_takes_store_bytes_but_is_not_found() -> None:
     said = [{"role": "user", "content": "x" * 1000}]
     store = ResponseStore(2 * size_of(said))
     for number in range(3):

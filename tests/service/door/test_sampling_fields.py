@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("ask", [chat, complete])
-def test_options_reach_the_decode_worker(house: House, api: openai.OpenAI, ask: Any) -> None:
+def test_sampling_options_reach_the_decode_worker(house: House, api: openai.OpenAI, ask: Any) -> None:
     ask(api, extra_body={**OPTIONS, "logit_bias": {"5": 1.5, "104": -100}})
     sampling = house.decode.jobs[-1].sampling
     wanted = {**OPTIONS, "stop_token_ids": (7, 9), "logit_bias": {5: 1.5, 104: -100}}

@@ -51,11 +51,11 @@ def test_streamed_json_equals_the_unstreamed_answer(api: openai.OpenAI) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole
 
 
-def test_json_object_begins_as_an_object(api: openai.OpenAI) -> None:
+def test_response_format_json_object_begins_with_a_brace(api: openai.OpenAI) -> None:
     assert chat(api, response_format={"type": "json_object"}).choices[0].message.content[0] == "{"
 
 
-def test_text_format_leaves_the_answer_free(api: openai.OpenAI, house: House) -> None:
+def test_response_format_text_does_not_constrain_the_answer(api: openai.OpenAI, house: House) -> None:
     chat(api, response_format={"type": "text"})
     assert not house.decode.reservations[-1].options.constraint
 
@@ -71,7 +71,7 @@ def test_text_format_leaves_the_answer_free(api: openai.OpenAI, house: House) ->
         ({"json": '{"const": 3}', "disable_any_whitespace": False}, "3"),
     ],
 )
-def test_vllms_structured_outputs_are_followed(api: openai.OpenAI, given: Any, pattern: str) -> None:
+def test_answer_matches_vllms_structured_outputs_field(api: openai.OpenAI, given: Any, pattern: str) -> None:
     answer = complete(api, max_tokens=50, extra_body={"structured_outputs": given})
     assert re.fullmatch(pattern, answer.choices[0].text)
 
@@ -110,7 +110,7 @@ def thinking(api: openai.OpenAI, mood: str, **asked: Any) -> Any:
 
 
 @pytest.mark.parametrize(("mood", "opening"), [("<think>", ""), ("", "<think>")])
-def test_model_reasons_before_the_form_of_its_answer(
+def test_reasoning_is_not_constrained_by_the_answers_schema(
     make_house: Callable[..., House], make_http: Any, connect: Open, mood: str, opening: str
 ) -> None:
     house = make_house(model_name=MODEL, reasoning="think")
@@ -126,7 +126,7 @@ def test_model_reasons_before_the_form_of_its_answer(
     assert house.decode.jobs[-1].answered_tokens == len(opening) + 16
 
 
-def test_form_holds_at_once_where_no_reasoning_can_come(
+def test_schema_applies_at_once_if_the_template_permits_no_reasoning(
     make_house: Callable[..., House], make_http: Any, connect: Open
 ) -> None:
     house = make_house(model_name=MODEL, reasoning="think")
@@ -138,7 +138,7 @@ def test_form_holds_at_once_where_no_reasoning_can_come(
         jsonschema.validate(json.loads(message.content), SCHEMA)
 
 
-def test_grammar_beyond_its_bounds_ends_an_answer_in_words(api: openai.OpenAI, house: House) -> None:
+def test_error_asks_to_simplify_a_schema_whose_grammar_is_too_large(api: openai.OpenAI, house: House) -> None:
     house.decode.fail_after, house.decode.failure = [4], FinishReason.GRAMMAR
     chunks = chat(api, response_format=of_schema(SCHEMA), max_tokens=99, stream=True)
     with pytest.raises(openai.APIError, match="simplify its schema or tools"):

@@ -17,7 +17,7 @@ def post(address: str, path: str, **body: Any) -> httpx.Response:
     return httpx.post(address + path, json=body, timeout=HANG_S)
 
 
-def test_text_becomes_tokens_and_text_again(address: str) -> None:
+def test_detokenize_restores_the_text_given_to_tokenize(address: str) -> None:
     answer = post(address, "/tokenize", model=MODEL, prompt="hé<eos>", return_token_strs=True).json()
     assert answer["tokens"] == [256, *"hé".encode(), 257]
     assert (answer["count"], answer["max_model_len"]) == (5, 8192)
@@ -28,7 +28,7 @@ def test_text_becomes_tokens_and_text_again(address: str) -> None:
     assert post(address, "/detokenize", tokens=[]).json() == {"prompt": ""}
 
 
-def test_chat_becomes_the_tokens_that_the_model_reads(address: str, api: openai.OpenAI, house: House) -> None:
+def test_tokenize_of_messages_equals_the_chat_prompt(address: str, api: openai.OpenAI, house: House) -> None:
     chat(api)
     tokens = post(address, "/tokenize", messages=HI).json()["tokens"]
     assert bytes(tokens).decode() == prompt_of(house)
@@ -52,6 +52,8 @@ def test_chat_becomes_the_tokens_that_the_model_reads(address: str, api: openai.
         ("/v1/images/generations", {}, "no images"),
     ],
 )
-def test_wrong_bodies_and_paths_are_refused_in_words(address: str, path: str, body: Any, said: str) -> None:
+def test_tokenize_refuses_wrong_bodies_and_paths_with_the_reason(
+    address: str, path: str, body: Any, said: str
+) -> None:
     answer = post(address, path, **body)
     assert answer.status_code in (400, 404) and said in answer.json()["error"]["message"]

@@ -103,17 +103,17 @@ sent = st.sampled_from([FinishReason.STOP, FinishReason.STOP_STRING, FinishReaso
 
 
 @given(st.builds(PrefillRequest, **common))
-def test_prefill_requests_survive_the_wire(request: PrefillRequest) -> None:
+def test_prefill_requests_survive_protobuf_encoding_and_decoding(request: PrefillRequest) -> None:
     assert wire.read(_sent(wire.write(pb.PrefillRequest, request))) == request
 
 
 @given(requests)
-def test_generate_requests_survive_the_wire(request: GenerateRequest) -> None:
+def test_generate_requests_survive_protobuf_encoding_and_decoding(request: GenerateRequest) -> None:
     assert wire.read(_sent(wire.generate_request(request))) == request
 
 
 @given(progress | st.builds(PrefillFinished, sessions, usages, timings, densities, texts))
-def test_prefill_answers_survive_the_wire(event: Progress | PrefillFinished) -> None:
+def test_prefill_events_survive_protobuf_encoding_and_decoding(event: Progress | PrefillFinished) -> None:
     assert wire.read_response(_sent(wire.response(pb.PrefillResponse, event))) == event
 
 
@@ -134,7 +134,9 @@ def test_prefill_answers_survive_the_wire(event: Progress | PrefillFinished) -> 
         counts,
     )
 )
-def test_generate_answers_survive_the_wire(event: Progress | Token | GenerateFinished) -> None:
+def test_generate_events_survive_protobuf_encoding_and_decoding(
+    event: Progress | Token | GenerateFinished,
+) -> None:
     assert wire.read_response(_sent(wire.response(pb.GenerateResponse, event))) == event
 
 
@@ -151,7 +153,7 @@ told = (texts, st.booleans(), sampling_params)
 
 
 @given(st.builds(ServerInfo, *facts, *(counts,) * 4, small, *selection, st.none() | profiles, small, *told))
-def test_server_info_survives_the_wire(info: ServerInfo) -> None:
+def test_server_info_survives_protobuf_encoding_and_decoding(info: ServerInfo) -> None:
     assert wire.read(_sent(wire.write(pb.GetServerInfoResponse, info))) == info
 
 

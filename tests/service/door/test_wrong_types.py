@@ -110,7 +110,7 @@ def wrong_bodies(path: str) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_wrong_value_anywhere_is_refused_by_its_field(
+def test_refuses_a_wrongly_typed_value_by_the_path_of_its_field(
     make_house: Callable[..., House], make_http: Any, tmp_path: Path, path: str
 ) -> None:
     model = model_with_tools(tmp_path / "calls")

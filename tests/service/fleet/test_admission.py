@@ -194,13 +194,13 @@ def test_refusal_has_a_retry_time_only_if_waiting_helps(
             assert not brute(replace(need, seconds_left=None), idle_groups, idle_workers)
 
 
-def test_predicts_no_wait_without_a_measured_rate() -> None:
+def test_predicts_no_ttft_without_a_measured_prefill_rate() -> None:
     idle = group_stats(pages_total=10, pages_free=10, waiting_tokens=300)
     assert predicted_ttft(Need(100), idle) is None
     assert predicted_ttft(Need(100), replace(idle, tokens_per_second=200.0)) == 2.0
 
 
-def test_prediction_counts_length_cached_part_and_queue() -> None:
+def test_ttft_prediction_includes_length_cached_tokens_and_queue() -> None:
     cost = PrefillCost(token_s=1e-4, pair_s=1e-8, chunk_s=0.01, chunk_tokens=1000)
     busy = group_stats(
         waiting_tokens=12_000,

@@ -50,7 +50,7 @@ def answering_late(worker: FakeDecode, asked: asyncio.Event, told: asyncio.Event
     worker.stats = slow  # type: ignore[method-assign]
 
 
-async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_last_state_of_a_worker_is_used_if_its_stats_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = FakeDecode("decode:d0")
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()
@@ -65,7 +65,7 @@ async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatc
     assert set(fleet.view.workers) == {"decode:d0"}
 
 
-async def test_poll_keeps_pages_charged_while_it_ran() -> None:
+async def test_poll_does_not_undo_pages_charged_while_it_ran() -> None:
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     fleet = Fleet(LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [decode]), lambda _view: None)
     await fleet.refresh()
@@ -239,7 +239,7 @@ async def test_last_worker_of_a_role_is_renewed_until_another_exists() -> None:
     assert old.renewed == [()]
 
 
-async def test_door_ignores_workers_of_another_configuration() -> None:
+async def test_door_ignores_workers_with_another_configuration_fingerprint() -> None:
     groups = [changed(FakeGroup(f"prefill:{one}", lambda *_: None), pairing=one) for one in ("old", "new")]
     old, new = (changed(FakeDecode(f"decode:{one}"), pairing=one) for one in ("old", "new"))
     fleet = Fleet(LocalDirectory(groups, [old, new]), lambda _view: None, pairing="new")
@@ -264,7 +264,7 @@ async def test_new_door_takes_over_once_its_workers_are_ready() -> None:
     await asyncio.wait_for(taking_over, 60)
 
 
-async def test_first_door_waits_for_no_worker() -> None:
+async def test_first_door_does_not_wait_for_workers() -> None:
     fleet = Fleet(LocalDirectory([], []), lambda _view: None, pairing="new")
     await fleet.refresh()
     await asyncio.wait_for(fleet.wait_to_take_over(), 60)

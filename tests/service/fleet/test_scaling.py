@@ -112,7 +112,7 @@ def test_workers_follow_pages_and_batch() -> None:
     assert policy(context)[0] == 4, "a hundred and ninety pages of fifty each"
 
 
-def test_replicas_that_have_not_recorded_everything_are_left_out() -> None:
+def test_autoscaling_ignores_replicas_with_missing_metrics() -> None:
     context = FakeContext(2)
     context.record("a", group(60_000))
     context.aggregated_metrics["waiting_tokens"]["b"] = 1e9

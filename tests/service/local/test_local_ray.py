@@ -166,7 +166,7 @@ def test_keeps_the_callers_sigterm_handler() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_slow_stop_says_which_processes_it_waits_for(
+def test_logs_which_processes_a_slow_stop_waits_for(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import ray

@@ -51,7 +51,7 @@ def test_prints_each_line_of_workers_killed_for_memory_once(tmp_path: Path) -> N
     assert len(said) == 2
 
 
-def test_prints_a_repeated_worker_death_once_until_its_reason_changes(tmp_path: Path) -> None:
+def test_prints_a_worker_death_again_only_if_its_reason_changes(tmp_path: Path) -> None:
     said: list[str] = []
     message = "A replica failed to start.\nTraceback\nOSError: no room"
     watch = watching(tmp_path / "none", lambda: status_of(message), said)

@@ -29,7 +29,7 @@ def costs(tail: list[float], answer: list[float] | None = None) -> LayerCosts:
     return LayerCosts(torch.tensor(tail), torch.tensor(answer or [0.0] * len(tail)))
 
 
-def test_makes_a_level_for_each_length_and_density(tiny_stack: LayerStack) -> None:
+def test_calibrates_a_level_for_each_prompt_length_and_density(tiny_stack: LayerStack) -> None:
     steps: list[str] = []
     found = method_levels(
         tiny_stack,
@@ -58,7 +58,7 @@ def test_makes_a_level_for_each_length_and_density(tiny_stack: LayerStack) -> No
     assert len(steps) == 10 and any("640 tokens, document 2 of 2" in step for step in steps)
 
 
-def test_layers_with_higher_cost_get_more_density() -> None:
+def test_layers_whose_sparsity_costs_more_get_more_density() -> None:
     steps = torch.linspace(0, 1, len(QUOTAS))
     density = (0.2 + 0.8 * steps).expand(2, 2, -1)
     error = ((1 - steps) ** 2).expand(2, 2, -1).clone()
@@ -74,7 +74,7 @@ def test_layers_with_higher_cost_get_more_density() -> None:
     assert quiet[0][1] < quiet[0][0]
 
 
-def test_errors_at_facts_are_weighted_by_answer_cost() -> None:
+def test_errors_at_fact_tokens_are_weighted_by_answer_loss() -> None:
     steps = torch.linspace(0, 1, len(QUOTAS))
     density = (0.2 + 0.8 * steps).expand(1, 2, -1)
     falling = (1 - steps) ** 2

@@ -20,7 +20,9 @@ QUOTA_J = START * FACTOR ** torch.arange(4, dtype=torch.float64)
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 999), st.floats(0.1, 1.0))
-def test_search_finds_the_fewest_and_cheapest_adjustments(heads: int, seed: int, density: float) -> None:
+def test_threshold_search_makes_the_fewest_cheapest_adjustments(
+    heads: int, seed: int, density: float
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     density_HI = torch.rand(heads, 5, generator=draw).sort(1).values
     loss_HI = torch.rand(heads, 5, generator=draw)
@@ -42,14 +44,14 @@ def test_search_finds_the_fewest_and_cheapest_adjustments(heads: int, seed: int,
     assert found == [round(float(QUOTA_J[step]), 6) for step in best[meeting[0]][2]]
 
 
-def test_interpolates_linearly_between_thresholds() -> None:
+def test_interpolates_linearly_between_calibrated_thresholds() -> None:
     value_HI = torch.tensor([[0.0, 4.0, 5.0], [1.0, 1.0, 0.0]])
     at = between(value_HI, (0.0, 0.5, 1.0), torch.tensor([0.0, 0.125, 0.5, 0.9, 1.0], dtype=torch.float64))
     expected = torch.tensor([[0.0, 1.0, 4.0, 4.8, 5.0], [1.0, 1.0, 1.0, 0.2, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(at, expected)
 
 
-def test_adjusts_mostly_layers_with_low_cost() -> None:
+def test_threshold_search_adjusts_mostly_low_cost_layers() -> None:
     steps = torch.linspace(0, 1, len(QUOTAS))
     density = (0.2 + 0.8 * steps).expand(2, 2, -1)
     error = ((1 - steps) ** 2).expand(2, 2, -1)
@@ -58,7 +60,7 @@ def test_adjusts_mostly_layers_with_low_cost() -> None:
     assert min(one) >= max(other) and min(one) > min(other)
 
 
-def test_only_marginal_gain_allocation_accounts_for_each_heads_tiles() -> None:
+def test_only_marginal_gain_gives_fewer_tiles_to_a_head_needing_more() -> None:
     """The two heads have the same errors, but one needs more tiles. Only allocation by marginal gain gives
     that head fewer tiles, with a smaller total error at the same density."""
     step = torch.tensor(QUOTAS)

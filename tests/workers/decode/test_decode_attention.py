@@ -136,7 +136,7 @@ def test_each_request_selects_its_own_pages_as_delta_defines(
 
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3), seed=st.integers(0, 1000))
-def test_page_budget_of_all_pages_equals_dense_decode(lengths: list[int], seed: int) -> None:
+def test_page_selection_with_a_budget_of_all_pages_equals_full(lengths: list[int], seed: int) -> None:
     made = Step(lengths, LayerPlan((D, S, X, X, S, X), 7, 2), seed)
     delta = made.run(list(range(len(lengths))))
     full = made.run([])

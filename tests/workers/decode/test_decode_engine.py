@@ -45,7 +45,7 @@ def expected(tiny_llama: Path) -> Callable[[list[int]], list[int]]:
     return continuation
 
 
-async def test_greedy_tokens_equal_transformers_alone_and_batched(
+async def test_greedy_tokens_equal_transformers_with_and_without_batching(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
     run = await bench()
@@ -183,7 +183,7 @@ async def test_logprobs_ignore_temperature_top_k_and_top_p(bench: Any) -> None:
         ids = [*ids, event.token_id]
 
 
-async def test_delta_with_a_budget_of_all_pages_equals_full(
+async def test_page_selection_of_all_pages_equals_full_decode(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
     run = await bench(
@@ -198,7 +198,7 @@ async def test_delta_with_a_budget_of_all_pages_equals_full(
         assert report.pages_held == 2 * sum(-(-(length + i) // 16) for i in range(1, NEW))
 
 
-async def test_delta_attends_to_its_budget_and_full_rows_to_all_pages(
+async def test_batch_mixes_page_selection_and_full_decode_requests(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
     run = await bench(page_selection="delta", delta_layers=(2,), page_budget=4, recency=2)

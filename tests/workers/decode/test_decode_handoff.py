@@ -24,7 +24,7 @@ from deltafront.workers.messages.stages import FirstLogits, HandoffFailed
 from ..prompts import SHORT, Clock, ids_of
 
 
-async def test_repeated_and_unknown_announcements_are_ignored(bench: Any) -> None:
+async def test_ignores_repeated_and_unknown_kv_announcements(bench: Any) -> None:
     run = await bench()
     ids = ids_of(70)
     alone = await run.ask("alone", ids, SHORT)
@@ -40,7 +40,7 @@ async def test_repeated_and_unknown_announcements_are_ignored(bench: Any) -> Non
     assert answer.finish.report.handoff_bytes == alone.finish.report.handoff_bytes
 
 
-async def test_counts_a_layer_once_if_it_is_announced_twice(bench: Any) -> None:
+async def test_counts_a_layers_kv_once_if_it_is_announced_twice(bench: Any) -> None:
     """One message has all layers of a chunk. Another has announced one of the layers before."""
     run = await bench()
     ids = ids_of(70)
@@ -71,7 +71,7 @@ async def test_counts_a_layer_once_if_it_is_announced_twice(bench: Any) -> None:
         ({"payload": (np.zeros((32, 2, 16), np.float16),) * 2}, "not float32"),
     ],
 )
-async def test_bad_announcements_fail_the_request_and_reach_the_sender(
+async def test_bad_kv_announcement_fails_its_request_and_tells_the_stage(
     bench: Any, change: dict[str, Any], words: str
 ) -> None:
     run = await bench()
@@ -99,7 +99,7 @@ async def test_failed_kv_transfer_fails_keeping_a_session(bench: Any) -> None:
         await keeping
 
 
-async def test_keep_refuses_ids_of_another_length_and_cancel_frees_pages(bench: Any) -> None:
+async def test_session_refuses_ids_of_another_length_and_cancel_frees_pages(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 70, 0)
     await run.deliver("a", ids_of(70))
@@ -109,7 +109,7 @@ async def test_keep_refuses_ids_of_another_length_and_cancel_frees_pages(bench: 
     assert run.used == 0
 
 
-async def test_keep_refuses_unknown_requests_and_passed_deadlines(bench: Any) -> None:
+async def test_session_refuses_unknown_requests_and_passed_deadlines(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock)
     unknown = await run.engine.keep(KeepSession(request_id="nobody"))
@@ -123,7 +123,7 @@ async def test_keep_refuses_unknown_requests_and_passed_deadlines(bench: Any) ->
     assert run.used == 0
 
 
-async def test_wrong_logits_fail_the_request(bench: Any) -> None:
+async def test_logits_of_a_wrong_size_or_with_nan_fail_the_request(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 70, 8)
     with pytest.raises(Exception, match="vocabulary"):

@@ -48,9 +48,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     return Recorder
 
 
-async def test_every_shape_is_captured_at_the_start_and_none_later(
-    bench: Any, recorder: type[Recorder]
-) -> None:
+async def test_captures_all_cuda_graphs_at_start_and_none_later(bench: Any, recorder: type[Recorder]) -> None:
     """Requests with and without page selection join and leave. Their answers are the same as without
     graphs."""
     run = await bench(warm_up=True, looks_ahead=True, max_batch=5, cache_tokens=2048, **DELTA)

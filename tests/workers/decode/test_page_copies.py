@@ -73,7 +73,9 @@ async def test_page_copy_survives_the_end_of_its_session(bench: Any, late_copies
     assert run.used == 0 and not late_copies
 
 
-async def test_session_is_reported_only_once_its_page_is_copied(bench: Any, late_copies: list[Any]) -> None:
+async def test_session_is_not_reported_before_its_last_page_is_copied(
+    bench: Any, late_copies: list[Any]
+) -> None:
     run = await bench(cache_tokens=640)
     kept = (await run.ask("first", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
     wanted = await run.ask_session("alone", kept, ids_of(10), SHORT)

@@ -53,7 +53,7 @@ async def test_prompt_logprobs_sum_to_those_of_transformers(
     assert events[-1].reason is FinishReason.LENGTH and events[-1].completion_tokens == 0
 
 
-async def test_answer_after_a_measured_prompt_is_the_usual_one(bench: Any) -> None:
+async def test_prompt_logprobs_do_not_change_the_answer(bench: Any) -> None:
     run = await bench()
     free = await run.ask("a", PROMPT, Sampling(max_tokens=7, ignore_eos=True))
     (scored, events), other = await asyncio.gather(

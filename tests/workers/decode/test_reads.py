@@ -20,7 +20,7 @@ def ids(count: int, first: int = 0) -> array[int]:
 
 @pytest.mark.parametrize("there", [1, 127, 128, 255, 256, 257, 383, 384, 1000])
 @pytest.mark.parametrize("blocks", [0, 3])
-def test_plan_prefills_each_token_once_and_the_questions_end_twice(there: int, blocks: int) -> None:
+def test_prefill_plan_repeats_only_the_questions_last_tokens(there: int, blocks: int) -> None:
     for asked, answered in itertools.product((0, 1, 47, 48, 49, 200), (0, 1, 60)):
         every = ids(there + asked + answered)
         steps = plan_reads(there, every[:there], every[there:], answered=answered, chunk=48, blocks=blocks)
@@ -55,14 +55,14 @@ def test_prompt_tail_begins_at_a_block_and_has_enough_tokens(tokens: int) -> Non
     assert min(tokens, TAIL_TOKENS) <= tokens - start <= TAIL_TOKENS + BLOCK - 1
 
 
-def test_recomputes_nothing_without_the_prompts_ids() -> None:
+def test_recomputes_nothing_without_the_prompts_token_ids() -> None:
     assert plan_reads(500, (), ids(5), answered=0, chunk=48, blocks=4) == [Read(500, ids(5))]
     assert plan_reads(500, (), array("I"), answered=0, chunk=48, blocks=4) == []
 
 
 @pytest.mark.parametrize("keep", [0, 500, 530, 560, 599])
 @pytest.mark.parametrize("answered", [0, 7])
-def test_kept_tokens_are_prefilled_once_before_any_recomputation(keep: int, answered: int) -> None:
+def test_session_tokens_are_prefilled_once_before_recomputation(keep: int, answered: int) -> None:
     every = ids(600 + answered)
     steps = plan_reads(500, every[:500], every[500:], answered=answered, chunk=48, blocks=3, keep_tokens=keep)
     again = steps.index(Recompute())
@@ -74,7 +74,7 @@ def test_kept_tokens_are_prefilled_once_before_any_recomputation(keep: int, answ
     assert places(second) == list(range(first[-1].start, 600 + answered))
 
 
-def test_recomputes_nothing_if_everything_appended_is_kept() -> None:
+def test_recomputes_nothing_if_the_session_keeps_all_appended_tokens() -> None:
     every = ids(600)
     plain = plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=0)
     assert plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=3, keep_tokens=600) == plain

@@ -82,7 +82,7 @@ def test_a_prompt_is_prefilled_once_for_all_numbers_of_blocks() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.7, 1.0, 13.0])
-def test_stops_before_a_prompt_that_does_not_fit(seconds: float) -> None:
+def test_evaluation_starts_no_prompt_that_exceeds_the_time_limit(seconds: float) -> None:
     table = Table(lambda *_: True, seconds)
     evaluation = run(table, [Trial(GOOD), Trial(Setting("xattention"))], 1000, until=100.0)
     if len(evaluation.prompts) > 1:
@@ -90,7 +90,7 @@ def test_stops_before_a_prompt_that_does_not_fit(seconds: float) -> None:
     assert evaluation.rows()
 
 
-def test_tries_fewer_settings_if_time_is_short_but_at_least_one() -> None:
+def test_evaluates_fewer_settings_if_time_is_short_but_at_least_one() -> None:
     """The list's first settings are tried, so that there is time for eight prompts of 1 s per setting."""
     given = [Trial(Setting(f"dpxa:share=0.{n}")) for n in range(1, 8)]
     for until, tried in ((0.0, 1), (17.0, 1), (33.0, 3), (1000.0, 7)):
@@ -98,7 +98,7 @@ def test_tries_fewer_settings_if_time_is_short_but_at_least_one() -> None:
         assert list(rows) == given[:tried]
 
 
-def test_a_setting_that_cannot_reach_the_goal_is_dropped() -> None:
+def test_stops_evaluating_a_setting_that_cannot_reach_the_goal() -> None:
     table = Table(lambda setting, number: setting != BAD or number % 3 == 0)
     evaluation = run(table, [Trial(GOOD), Trial(BAD)], 40)
     rows = evaluation.rows()
@@ -106,7 +106,7 @@ def test_a_setting_that_cannot_reach_the_goal_is_dropped() -> None:
     assert evaluation.running == [Trial(GOOD)] and hopeless(rows[Trial(BAD)])
 
 
-def test_ends_when_every_setting_is_dropped() -> None:
+def test_evaluation_ends_when_every_setting_is_dropped() -> None:
     evaluation = run(Table(lambda setting, number: setting == DENSE), [Trial(BAD)], 40)
     assert not evaluation.running and len(evaluation.prompts) == LEAST
     assert found(evaluation.rows()).setting is None
@@ -148,7 +148,7 @@ def test_recommends_the_sparsest_setting_whose_interval_meets_goal() -> None:
     assert found({}).words == "dense: no setting is shown to keep 0.97 of dense attention's score"
 
 
-def test_recommends_only_settings_that_are_good_in_sessions_too() -> None:
+def test_recommends_only_settings_that_meet_the_goal_in_sessions_too() -> None:
     rows = {Trial(GOOD): row(0, 200, 0.2), Trial(GOOD, session=True): row(20, 200, 0.2)}
     assert found(rows).setting is None
     rows[Trial(GOOD, session=True)] = row(0, 150, 0.2)
@@ -159,7 +159,7 @@ def test_recommends_no_setting_after_few_prompts() -> None:
     assert found({Trial(GOOD): row(0, 20, 0.2)}).setting is None
 
 
-def test_tries_the_given_settings_or_else_the_defaults(tmp_path: Path) -> None:
+def test_evaluates_the_given_or_else_the_default_settings(tmp_path: Path) -> None:
     assert [str(trial) for trial in trials([], "prompt", None, 31_000)] == list(SETTINGS)
     given = trials(["dpxa@8", "dpxa@8", "streaming"], "both", None, 300)
     assert [str(trial) for trial in given] == ["dpxa@8", "dpxa@8, session", "streaming", "streaming, session"]

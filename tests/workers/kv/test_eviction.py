@@ -21,7 +21,7 @@ def order_of(*blocks: CachedBlock, now: float) -> list[int]:
     return list(iter(lambda: order.pop(now), None))
 
 
-def test_block_expected_last_is_evicted_first() -> None:
+def test_block_with_the_latest_expected_reuse_is_evicted_first() -> None:
     blocks = [block(100.0, 30.0), block(90.0, 60.0), block(110.0, 10.0)]
     assert order_of(*blocks, now=112.0) == [1, 0, 2]
 
@@ -36,12 +36,12 @@ def test_new_block_is_evicted_before_one_expected_sooner_than_its_age() -> None:
     assert order_of(block(100.0, 40.0), block(90.0), now=112.0) == [0, 1]
 
 
-def test_block_that_costs_more_prefill_stays_longer() -> None:
+def test_block_that_takes_longer_to_prefill_is_evicted_later() -> None:
     assert order_of(block(100.0, 30.0, 4096), block(100.0, 25.0), now=110.0) == [1, 0]
     assert order_of(block(100.0, 60.0, 4096), block(100.0, 25.0), now=110.0) == [0, 1]
 
 
-def test_learned_interval_stays_above_the_mean_of_absences() -> None:
+def test_learned_reuse_interval_is_above_the_mean_time_between_hits() -> None:
     chance, one = random.Random(0), block(0.0)
     now = 0.0
     for _ in range(50):
@@ -54,7 +54,7 @@ def test_learned_interval_stays_above_the_mean_of_absences() -> None:
     assert 30.0 < one.interval < 40.0, "no absence, nothing to learn"
 
 
-def test_discarded_entries_do_not_accumulate() -> None:
+def test_discarded_entries_do_not_accumulate_in_the_eviction_order() -> None:
     order = EvictionOrder()
     for number in range(2_000):
         order.discard(number % 10)
@@ -64,7 +64,7 @@ def test_discarded_entries_do_not_accumulate() -> None:
     assert sorted(iter(lambda: order.pop(2_000.0), None)) == list(range(10))
 
 
-def test_pasts_forget_the_oldest() -> None:
+def test_evicted_blocks_history_forgets_the_oldest_blocks() -> None:
     pasts = Pasts()
     for number in range(20_000):
         pasts.keep(CachedBlock(number.to_bytes(4), 0.0, 0, b"", float(number), 1.0))
@@ -88,7 +88,7 @@ def test_shared_beginning_is_not_evicted_with_an_old_leaf() -> None:
     assert cache.evict(2) == [2, 3], "page 1 is expected in a second"
 
 
-def test_retained_pages_that_return_often_keep_one_end_each() -> None:
+def test_retained_pages_that_hit_often_have_one_expiry_entry_each() -> None:
     clock = Clock()
     cache = PrefixCache(clock)
     cache.add(b"", bytes(range(48)), [0, 1, 2], 3600.0)

@@ -132,7 +132,7 @@ def test_session_of_whole_pages_copies_none_and_outlives_its_request() -> None:
     assert pages.pool.used == 0
 
 
-def test_refusal_counts_the_copy_of_a_sessions_last_page() -> None:
+def test_reservation_is_too_large_if_a_session_page_copy_does_not_fit() -> None:
     pages = pages_of(4)
     first = reserve(pages, 40, 0)
     session = pages.keep_session(first, 40, "me", 10.0, now=0.0)

@@ -102,7 +102,7 @@ def test_mapped_objects_equal_the_originals_and_share_tensors() -> None:
         assert torch.equal(twin, x)
 
 
-def test_maps_an_8_bit_cache_with_its_scales() -> None:
+def test_maps_an_int8_kv_cache_with_its_scales() -> None:
     cache = PagedKVCache(LAYERS, HEADS, DIM, 4, torch.bfloat16, "cpu", int8=True)
     twin = map_objects(export_objects(cache, CPU), CPU)
     assert twin.int8 and twin.model_dtype is torch.bfloat16 and twin.heads == cache.heads
@@ -188,7 +188,7 @@ async def test_resume_waits_until_the_old_stage_stops_writing() -> None:
         stage.wait()
 
 
-async def test_pages_open_only_for_a_stage_that_maps_their_memory() -> None:
+async def test_refuses_to_open_pages_for_a_stage_that_maps_other_memory() -> None:
     pool, writers, stage = PagePool(4), PageWriters("m"), sleeper()
     try:
         pages = taken(pool)

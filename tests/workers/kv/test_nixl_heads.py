@@ -42,7 +42,7 @@ def drawn(chance: random.Random) -> Gathered:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_parts_of_a_slot_cover_the_message_without_overlap(seed: int) -> None:
+def test_slot_parts_cover_a_nixl_message_without_overlap(seed: int) -> None:
     one = drawn(random.Random(seed))
     parts = [
         one.part(rank, layer, side)
@@ -76,7 +76,7 @@ def test_a_prompt_takes_one_descriptor_for_each_run_layer_and_side(layers: int, 
     assert moved == 2 * PROMPT * ROW // ranks
 
 
-def test_a_slot_holds_the_longest_message() -> None:
+def test_a_nixl_slot_holds_the_longest_message() -> None:
     cache = PagedKVCache(range(32), 8, 128, 1, torch.bfloat16, "meta")
     assert slot_bytes(cache, CHUNK) == MESSAGE_BYTES + CHUNK * 2 * ROW
     assert slot_bytes(cache, 128) == 32 * 128 * 2 * ROW, "a short chunk's layers all travel together"
@@ -110,7 +110,7 @@ class Setup:
         return self.rank.read(0, (2, 0), 0, TOKENS)[0]
 
 
-async def test_outbox_waits_for_answers_before_a_slot_is_used_again() -> None:
+async def test_outbox_reuses_a_slot_only_after_all_acknowledgements() -> None:
     run = Setup(slots=3)
     for value in range(9):
         run.send(float(value))
@@ -119,7 +119,7 @@ async def test_outbox_waits_for_answers_before_a_slot_is_used_again() -> None:
     assert len({message.payload.gathered.address for message in run.ray.sent}) <= 3
 
 
-async def test_late_reader_is_told_that_its_slot_was_used_again() -> None:
+async def test_reading_a_reused_nixl_slot_too_late_raises_an_error() -> None:
     run = Setup(slots=2)
     for value in (1.0, 2.0, 3.0):
         run.send(value)
@@ -130,7 +130,7 @@ async def test_late_reader_is_told_that_its_slot_was_used_again() -> None:
         await run.read(0)
 
 
-async def test_message_of_a_failed_request_leaves_its_slot_free() -> None:
+async def test_message_of_a_failed_request_frees_its_slot() -> None:
     run = Setup(slots=2)
     failed, gone = Delivery("decode:x", failure="lost"), Delivery("decode:gone")
     for _ in range(3):
@@ -148,7 +148,7 @@ async def test_message_of_a_failed_request_leaves_its_slot_free() -> None:
         ({"tokens": 7}, "not what the stage has gathered"),
     ],
 )
-async def test_refuses_a_message_that_was_gathered_for_others(changes: dict[str, Any], why: str) -> None:
+async def test_refuses_a_nixl_message_gathered_for_other_requests(changes: dict[str, Any], why: str) -> None:
     run = Setup(slots=2)
     run.send(1.0)
     message = run.ray.sent[0]

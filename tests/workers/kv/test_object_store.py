@@ -56,7 +56,7 @@ def stream_of(sender: MessageSender, name: str = "r", attempt: int = 0) -> Messa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-async def test_kv_arrives_unchanged(dtype: torch.dtype) -> None:
+async def test_kv_sent_through_the_object_store_arrives_unchanged(dtype: torch.dtype) -> None:
     box = Box()
     stream = stream_of(sender_to(box), attempt=2)
     kv_TJD = torch.randn(37, 6, 8).to(dtype)
@@ -72,7 +72,7 @@ async def test_kv_arrives_unchanged(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_sends_small_layers_together_and_large_ones_alone(
+def test_sends_small_layers_in_one_object_and_large_ones_alone(
     background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message is sent when it is full, when the next layer belongs to another chunk, and at the chunk's
@@ -110,7 +110,7 @@ def test_sends_small_layers_together_and_large_ones_alone(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_closed_request_sends_nothing_more(background: bool) -> None:
+def test_closed_request_sends_no_more_kv(background: bool) -> None:
     box = Box()
     sender = sender_to(box, background)
     kv = torch.zeros(2, 3, 8)
@@ -232,7 +232,7 @@ def test_slow_outbox_delays_a_chunks_report_but_not_the_stage() -> None:
     assert len(box.sent_logits) == 1
 
 
-def test_refused_kv_fails_only_the_reports_of_its_request() -> None:
+def test_refused_kv_fails_only_its_own_request() -> None:
     box = Box()
     box.refuse = "r"
     sender = sender_to(box, background=True)
@@ -304,7 +304,7 @@ def announcement(request_id: str, floats: int = 256) -> KVAnnouncement:
     return KVAnnouncement(request_id=request_id, layer=0, start=0, tokens=1, payload=(array, array))
 
 
-def test_waits_if_too_many_bytes_are_unanswered() -> None:
+def test_outbox_waits_while_too_many_bytes_are_unacknowledged() -> None:
     fake = FakeRay()
     outbox, r = outbox_on(fake, max_bytes=10 * 2048), Delivery("decode:x")
     for _ in range(50):
@@ -315,7 +315,7 @@ def test_waits_if_too_many_bytes_are_unanswered() -> None:
     outbox.check(r)
 
 
-def test_failed_answer_fails_only_its_own_request_once() -> None:
+def test_failed_acknowledgement_fails_only_its_own_request_once() -> None:
     fake = FakeRay()
     outbox = outbox_on(fake, max_bytes=1 << 20)
     a, b = Delivery("decode:x"), Delivery("decode:x")

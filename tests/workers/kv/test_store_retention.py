@@ -150,7 +150,7 @@ async def test_retention_continues_in_host_memory_after_a_load_from_disk() -> No
     assert [entry and entry.until for entry in entries] == [until] * GROUP_PAGES
 
 
-async def test_evicted_prompt_keeps_its_beginning() -> None:
+async def test_evicts_a_prompts_last_blocks_first_from_disk() -> None:
     """This holds for a prompt longer than the tier's capacity, and after a restart."""
     disk = Disk(room=3)
     await disk.keep("abcd", 0.0)

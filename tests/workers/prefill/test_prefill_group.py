@@ -148,7 +148,7 @@ async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGro
     assert await drained(group)
 
 
-async def test_abandon_overtakes_a_running_chunk_and_commands_keep_order(cluster: Any) -> None:
+async def test_abandon_runs_during_a_chunk_and_commands_keep_order(cluster: Any) -> None:
     class Slow:
         """A stage whose chunks end only when they are abandoned. The class is local, so that Ray pickles it
         by value."""

@@ -49,7 +49,7 @@ def at_density(name: str, density: float) -> MethodSpec:
     ("name", "density", "tokens"),
     [("xattention", 0.2, 500), ("xattention", 0.2, 900), ("xattention+delta", 0.5, 900), ("dpxa", 0.3, 900)],
 )
-def test_profile_level_does_not_depend_on_the_chunks(
+def test_calibrated_thresholds_do_not_depend_on_chunk_sizes(
     directory: Path, model: ModelSpec, name: str, density: float, tokens: int, stages: int, chunk: int
 ) -> None:
     spec, ids = at_density(name, density), random_ids(tokens)
@@ -60,7 +60,7 @@ def test_profile_level_does_not_depend_on_the_chunks(
     assert sum(layer.computed for layer in report.density) != sum(layer.causal for layer in report.density)
 
 
-def test_thresholds_are_those_for_the_prompts_length(directory: Path, model: ModelSpec) -> None:
+def test_thresholds_depend_on_the_whole_prompts_length(directory: Path, model: ModelSpec) -> None:
     """All thresholds of a level are equal: 0 for short prompts, 1 for long ones."""
     content = make_profile(directory).model_dump(by_alias=True)
     for level, threshold in zip(content["prefill"][0]["levels"], (0.0, 1.0, 0.5), strict=True):

@@ -55,7 +55,7 @@ def test_schedules_nothing_without_a_waiting_request_that_fits() -> None:
     assert schedule.next_request([schedule.arrival("a", 256, 0.0, pages=16)], 0.0, AGEING, 15) is None
 
 
-def test_credit_grows_only_while_idle_and_chunks_cost_double() -> None:
+def test_waiting_credit_grows_between_chunks_and_chunks_cost_double() -> None:
     waiting = schedule.arrival("a", 2048, now=10.0)
     assert schedule.credit_at(waiting, 20.0, AGEING) == 2560.0
     waiting = schedule.chunk_sent(waiting, CHUNK, 20.0, AGEING)

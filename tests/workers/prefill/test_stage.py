@@ -159,9 +159,7 @@ def test_projection_phase_covers_all_linear_layers_but_no_attention(
     assert attended == [[]] * LAYERS
 
 
-def test_an_abandoned_chunk_stops_at_the_next_layer(
-    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelled_chunk_stops_at_the_next_layer(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = stage_of(model, Collector())
     written: list[int] = []
     view = stage._cache.view_run

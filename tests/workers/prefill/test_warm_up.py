@@ -80,7 +80,7 @@ def test_warm_up_prompts_have_full_partial_and_short_chunks() -> None:
     assert prompt_lengths(64, 128) == [2 * 128 + 77, 64]
 
 
-def test_length_classes_double_up_to_the_longest() -> None:
+def test_warm_up_prompt_lengths_double_up_to_the_longest() -> None:
     assert length_classes(1000) == [128, 256, 512, 1000]
     assert length_classes(1024) == [128, 256, 512, 1024]
     assert length_classes(100) == [100]

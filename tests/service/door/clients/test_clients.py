@@ -78,7 +78,9 @@ def house(make_house: Callable[..., House], tmp_path: Path) -> House:
 
 @pytest.mark.long
 @pytest.mark.parametrize("client", CLIENTS)
-def test_client_works_or_gets_a_clear_refusal(clients_python: Path, client: str, address: str) -> None:
+def test_every_call_of_a_public_client_works_or_is_refused_by_name(
+    clients_python: Path, client: str, address: str
+) -> None:
     command = [clients_python, HERE / f"run_{client}.py", address, MODEL]
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)

@@ -101,7 +101,7 @@ def test_lengths_with_other_thresholds_have_other_cache_roots(tmp_path: Path) ->
         ("dpxa+delta", 5119, 4864),
     ],
 )
-def test_lasting_tokens_depend_on_the_method(name: str, tokens: int, lasting: int) -> None:
+def test_number_of_cacheable_tokens_depends_on_the_method(name: str, tokens: int, lasting: int) -> None:
     assert lasting_tokens(method_spec(name), tokens) == lasting
 
 
@@ -123,7 +123,7 @@ def test_group_resumes_at_a_multiple_of_its_methods_step() -> None:
     assert resume_at(100, 5000, dense) == 0
 
 
-def test_without_rates_a_decode_worker_prefills_a_short_rest() -> None:
+def test_decode_worker_prefills_few_uncached_tokens_without_rates() -> None:
     unknown = Rates()
     assert not rest_is_long(1024, 1024, 1100, unknown)
     assert rest_is_long(1024, 1024, 1024 + 1025, unknown)
@@ -139,7 +139,7 @@ def test_without_rates_a_decode_worker_prefills_a_short_rest() -> None:
     st.floats(1, 1e6),
     st.integers(0, 10**6),
 )
-def test_faster_of_worker_and_group_prefills_the_rest(
+def test_faster_of_decode_worker_and_group_prefills_uncached_tokens(
     prefix_blocks: int, rest: int, append: float, read: float, fetch: float, queued: int
 ) -> None:
     prefix, cost = 128 * prefix_blocks, PrefillCost(token_s=1 / read)
@@ -153,7 +153,7 @@ def decode(name: str, free: int, total: int = 100) -> DecodeStats:
     return decode_stats(name, pages_total=total, pages_free=free)
 
 
-def test_worker_with_the_longest_prefix_is_asked_unless_much_fuller() -> None:
+def test_prefers_the_longest_prefix_hit_unless_its_worker_is_fuller() -> None:
     workers = [decode("a", 90), decode("b", 60), decode("c", 20)]
     found = {"a": 160, "b": 320}
     assert hold_most(found, workers, 400) == ["b", "a"]
@@ -166,7 +166,7 @@ def test_worker_with_the_longest_prefix_is_asked_unless_much_fuller() -> None:
     assert hold_most({}, workers, 400) == []
 
 
-def test_leaves_blocks_on_disk_that_a_group_prefills_sooner() -> None:
+def test_prefills_again_if_faster_than_loading_blocks_from_disk() -> None:
     slow = Prefix(tokens=8192, disk_tokens=4096, disk_s=2.0)
     reads = Rates(prefill=PrefillCost(token_s=1 / 4096))
     assert worth_loading(slow, reads) == Prefix(tokens=4096)

@@ -93,7 +93,7 @@ def test_prompt_with_a_prefix_hit_can_become_a_session(house: House, client: Del
     nothing_left(house)
 
 
-def test_prefix_reuse_can_be_switched_off(make_house: Callable[..., House]) -> None:
+def test_prefix_cache_can_be_switched_off(make_house: Callable[..., House]) -> None:
     house = make_house(prefix_reuse=False)
     with DeltafrontClient(house.address) as client:
         *_, made = client.prefill(DOCUMENT)
@@ -120,7 +120,7 @@ def noise(tokens: int) -> str:
     return "".join(random.choice("abc") for _ in range(tokens))
 
 
-def test_prefill_group_prefills_a_long_rest(house: House, client: DeltafrontClient) -> None:
+def test_prefill_group_prefills_many_uncached_tokens(house: House, client: DeltafrontClient) -> None:
     """The group starts where its method can resume, with the KV that is cached."""
     answer(client, DOCUMENT)
     longer = DOCUMENT + noise(len(DOCUMENT) + 20)
@@ -139,7 +139,7 @@ def test_prefill_group_prefills_a_long_rest(house: House, client: DeltafrontClie
 
 @pytest.mark.parametrize("reason", [RefusalReason.NO_PREFIX, RefusalReason.PAGES])
 @pytest.mark.parametrize("rest", [0, len(DOCUMENT) + 20], ids=["no rest", "long rest"])
-def test_prompt_is_prefilled_anew_if_its_prefix_or_room_is_gone(
+def test_prefills_all_if_the_prefix_was_evicted_or_does_not_fit(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, reason: RefusalReason, rest: int
 ) -> None:
     answer(client, DOCUMENT)
@@ -157,7 +157,7 @@ def test_prompt_is_prefilled_anew_if_its_prefix_or_room_is_gone(
 
 
 @pytest.mark.parametrize("chunks", [0, 2])
-def test_long_rest_resumes_after_its_prefix_when_a_group_dies(
+def test_resumes_after_the_cached_prefix_when_a_prefill_group_dies(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, chunks: int
 ) -> None:
     monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
@@ -170,7 +170,9 @@ def test_long_rest_resumes_after_its_prefix_when_a_group_dies(
     nothing_left(house)
 
 
-def test_faster_of_group_and_worker_prefills_the_rest(house: House, client: DeltafrontClient) -> None:
+def test_faster_of_group_and_decode_worker_prefills_uncached_tokens(
+    house: House, client: DeltafrontClient
+) -> None:
     """Tries a fast idle group, a fast group with a long queue, and a slow group."""
     answer(client, DOCUMENT)
     house.decode.append_rate = 100.0

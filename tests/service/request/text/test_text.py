@@ -100,7 +100,7 @@ def test_invalid_utf_8_bytes_do_not_end_the_answer(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("filler", [0xFF, SENTENCEPIECE.index(END)])
-def test_tokens_without_text_are_not_decoded_again_and_again(filler: int) -> None:
+def test_streaming_tokens_without_text_holds_back_few_tokens(filler: int) -> None:
     """Otherwise the time of a garbage answer would grow with the square of its length."""
     held: list[int] = []
     detokenizer, word = Detokenizer(PIECES), SENTENCEPIECE.index("\u2581w")
@@ -237,9 +237,7 @@ FOLDING = (
 
 
 @pytest.mark.parametrize("template", [ALTERNATING, FOLDING])
-def test_append_leaves_out_a_templates_default_system_message(
-    tmp_path: Path, model: Path, template: str
-) -> None:
+def test_appended_messages_get_no_default_system_message(tmp_path: Path, model: Path, template: str) -> None:
     found = directory(tmp_path, model, template)
     question, answer = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}
     assert letters(found.encode_chat_append([question])) == "[u:why?]"

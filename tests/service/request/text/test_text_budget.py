@@ -63,7 +63,7 @@ def test_long_texts_of_all_callers_leave_room_for_short_ones() -> None:
 
 
 @pytest.mark.parametrize("size", [1000, SHORT_BYTES, LONG])
-def test_many_callers_leave_budget_for_another(size: int) -> None:
+def test_many_callers_together_leave_text_budget_for_one_more(size: int) -> None:
     texts, held = TextBudget(64 * size), list[HeldText]()
     for owner in "abc":
         with pytest.raises(Overloaded):
@@ -84,7 +84,7 @@ def test_text_larger_than_the_budget_gets_no_retry_time() -> None:
     assert caught.value.retry_after_s is None
 
 
-def test_text_that_grows_is_checked_again() -> None:
+def test_growing_a_held_text_rechecks_the_budget() -> None:
     texts = TextBudget(MOST)
     with texts.hold("a", 0) as first, texts.hold("a", LONG):
         first.grow(MOST // 2 - LONG)
@@ -93,7 +93,7 @@ def test_text_that_grows_is_checked_again() -> None:
     texts.hold("a", MOST)
 
 
-def test_long_texts_take_turns_and_short_ones_do_not_wait() -> None:
+def test_long_texts_are_tokenised_in_turns_and_short_ones_at_once() -> None:
     async def run() -> None:
         texts, free, begun = TextBudget(MOST), threading.Event(), list[str]()
 
@@ -250,7 +250,7 @@ def test_appended_text_and_documents_hold_no_control_tokens(client: DeltafrontCl
         generate(client, "a", special_tokens="yes")
 
 
-def test_text_is_freed_once_it_is_tokenised(house: House) -> None:
+def test_text_budget_is_freed_after_tokenising(house: House) -> None:
     """The text is freed before the answer ends."""
     marker = "A text that nobody holds. " * 20
 
@@ -278,7 +278,7 @@ def test_text_is_freed_once_it_is_tokenised(house: House) -> None:
     nothing_left(house)
 
 
-def test_full_door_refuses_texts_until_room_is_free(house: House, client: DeltafrontClient) -> None:
+def test_door_refuses_texts_while_the_text_budget_is_full(house: House, client: DeltafrontClient) -> None:
     texts = house.door._requests.text_budget
     held = texts.hold("somebody", texts._max_bytes)
     with pytest.raises(Overloaded, match="as much text to read as it can hold") as caught:
@@ -289,7 +289,7 @@ def test_full_door_refuses_texts_until_room_is_free(house: House, client: Deltaf
     wait_until(lambda: not texts._held, "room is not given back")
 
 
-def test_names_the_field_that_is_too_long(
+def test_error_names_the_text_field_that_is_too_long(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PIECE", 10)

@@ -79,7 +79,7 @@ def read(
 @BY_MARKER
 @settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(TOOLS, st.integers(0, 999), st.lists(st.integers(0, 999), max_size=9), st.booleans())
-def test_required_calls_of_random_tools_validate(
+def test_required_calls_of_random_tools_match_their_schemas(
     grammars: Grammars, form: ToolFormat, tools: list[Any], seed: int, cuts: list[int], parallel: bool
 ) -> None:
     grammar = tools_grammar(form, Tools(tuple(tools), "required", parallel), {}, None)
@@ -130,7 +130,7 @@ def allowed(state: Any) -> list[int]:
 
 
 @BY_MARKER
-def test_call_of_an_unknown_tool_cannot_be_written(grammars: Grammars, form: ToolFormat) -> None:
+def test_grammar_permits_no_call_of_an_unknown_tool(grammars: Grammars, form: ToolFormat) -> None:
     tool = {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}
     grammar = tools_grammar(form, Tools((tool,)), {}, None)
     start = form.trigger + form.first + form.head.replace("NAME", "g")
@@ -193,7 +193,7 @@ def rendered(form: ToolFormat, name: str, arguments: dict[str, Any]) -> str:
 @BY_PARAMETERS
 @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(arguments=VALUES, cuts=st.lists(st.integers(0, 999), max_size=12))
-def test_parameters_are_followed_and_read_as_json(
+def test_tool_call_parameters_match_the_grammar_and_parse_as_json(
     grammars: Grammars, form: ToolFormat, arguments: dict[str, Any], cuts: list[int]
 ) -> None:
     ordered = {key: arguments[key] for key in TRIP["properties"] if key in arguments}  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ def test_parameters_are_followed_and_read_as_json(
 @pytest.mark.parametrize(
     "wrong", [{"city": "Rome", "days": 100}, {"days": 1}, {"city": "a", "days": 1, "x": 1}]
 )
-def test_parameters_beside_the_schema_cannot_be_written(
+def test_grammar_permits_no_tool_parameters_outside_the_schema(
     grammars: Grammars, form: ToolFormat, wrong: dict[str, Any]
 ) -> None:
     grammar = tools_grammar(form, Tools((FUNCTION,), "required"), {}, None)
@@ -219,7 +219,7 @@ def test_parameters_beside_the_schema_cannot_be_written(
 
 
 @BY_PARAMETERS
-def test_parameters_between_special_tokens_are_followed(tmp_path: Path, form: ToolFormat) -> None:
+def test_grammar_constrains_parameters_between_special_tokens(tmp_path: Path, form: ToolFormat) -> None:
     tokenizer = Tokenizer.from_file(str(write_model(tmp_path) / "tokenizer.json"))
     tokenizer.add_special_tokens([*MARKS])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -243,7 +243,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("form", "example"), [*zip(FORMATS[:3], EXAMPLES, strict=True)])
-def test_examples_of_the_models_templates_are_read(form: ToolFormat, example: str) -> None:
+def test_parses_the_example_calls_of_the_models_chat_templates(form: ToolFormat, example: str) -> None:
     text = example.replace("{function-name}", "f").replace("example_function_name", "f")
     (call,) = read(form, text, list(range(len(text))))[1]
     assert call[0] == "f" and len(json.loads(call[1])) == 2

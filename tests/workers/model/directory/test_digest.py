@@ -248,7 +248,7 @@ def test_hashes_recently_written_files_again(model: Path, hashed: list[Path]) ->
     assert content(model) == content(model) and len(hashed) == 2
 
 
-def test_hashes_again_if_the_cache_is_not_writable(
+def test_hashes_files_again_if_the_digest_cache_is_not_writable(
     model: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle(model)
@@ -257,7 +257,7 @@ def test_hashes_again_if_the_cache_is_not_writable(
     assert one == other and len(hashed) == 2
 
 
-def test_writes_nothing_into_the_model_directory(model: Path) -> None:
+def test_digest_cache_writes_nothing_into_the_model_directory(model: Path) -> None:
     before = sorted(path.name for path in model.iterdir())
     content(model)
     assert sorted(path.name for path in model.iterdir()) == before

@@ -50,7 +50,7 @@ def test_copies_other_dtypes_and_devices_without_staging_buffers() -> None:
         assert torch.equal(target, source.to(dtype))
 
 
-def test_in_threads_keeps_the_order_and_limits_work_ahead() -> None:
+def test_thread_pool_keeps_the_order_and_limits_work_ahead() -> None:
     begun: list[int] = []
     may_end = threading.Event()
 
@@ -66,7 +66,7 @@ def test_in_threads_keeps_the_order_and_limits_work_ahead() -> None:
     assert list(made) == [number * number for number in range(1, 9)]
 
 
-def test_in_threads_raises_the_error_of_a_thread() -> None:
+def test_thread_pool_raises_the_error_of_a_thread() -> None:
     def make(number: int) -> int:
         if number == 1:
             raise ValueError("layer 1 is missing")
