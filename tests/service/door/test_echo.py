@@ -42,7 +42,7 @@ def test_loglikelihood_of_lm_eval_is_answered(house: House, api: openai.OpenAI, 
     nothing_left(house)
 
 
-def test_bos_of_an_echoed_prompt_has_a_logprob_but_no_text(api: openai.OpenAI) -> None:
+def test_bos_of_an_echoed_prompt_is_listed_as_a_token_without_text(api: openai.OpenAI) -> None:
     found = complete(api, "ab", echo=True, logprobs=0, max_tokens=0).choices[0]
     assert found.text == "ab"
     assert (found.logprobs.tokens, found.logprobs.text_offset) == (["<bos>", "a", "b"], [0, 0, 1])
