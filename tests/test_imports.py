@@ -110,7 +110,7 @@ HOMES = {
     "grpc_health": "service.door service.local",
     "google": "service.door",
     "starlette": "service.door service.app",
-    "prometheus_client": "service.metrics",
+    "prometheus_client": "service.metrics service.cli.top",
     "opentelemetry": "service.tracing workers.tracing",
     "PIL": "service.cli.drawing",
     "torch": """kernels workers.model workers.calibration workers.evaluation workers.kv workers.prefill

@@ -1,10 +1,11 @@
 """`make demo`: runs the whole service on this machine and asks two questions about one long document.
 
 The demo starts Ray and Deltafront with two prefill stages and one decode worker, on the CPU. It sends a
-document of about 8K tokens with a question, shows the progress of prefill and streams the answer. The second
-question goes to the session, so the document is not prefilled again. At last the demo sends the document by
-OpenAI's API, without a session; the prefix cache has it, so again there is no prefill. Then the demo stops
-everything it started.
+document of about 8K tokens, the beginning of Moby Dick with hidden facts, and asks for one of them. It shows
+the progress of prefill and streams the answer. The second question is about the book. It goes to the session,
+so the document is not prefilled again. At last the demo sends the document by OpenAI's API,
+without a session; the prefix cache has it, so again there is no prefill. Then the demo stops everything it
+started.
 """
 
 from __future__ import annotations
@@ -39,18 +40,23 @@ HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "config" / "demo.yaml"
 CHARACTERS_PER_TOKEN = 4.15  # an estimate for this text; the server reports the true count
 CHARACTERS_PER_NEEDLE_TOKEN = 2.34  # for numbers and uuids
+HIDDEN = 40
+BOOK_QUESTION = "\nIn which town is the Spouter-Inn? The Spouter-Inn is in"
+BOOK_ANSWER = "New Bedford"
 
 
-def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source: Any) -> GenerateFinished:
+def ask(
+    client: DeltafrontClient, console: Console, question: str, expected: str, **source: Any
+) -> GenerateFinished:
     """Send one question, show progress and tokens, and return the last event."""
-    console.print(f"\n[bold]Question:[/bold] {needle.question.strip()} …")
+    console.print(f"\n[bold]Question:[/bold] {question.strip()} …")
     finish: GenerateFinished | None = None
     answer = ""
     columns = (TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
     bar = Bar(*columns, TimeElapsedColumn(), console=console)
     task = bar.add_task("prefill", total=None)
     with bar:
-        events = client.generate(append=needle.question, max_tokens=48, stop=["."], **source)
+        events = client.generate(append=question, max_tokens=48, stop=["."], **source)
         first = next(events)
         while isinstance(first, Progress):
             bar.update(task, completed=first.tokens_done, total=first.tokens_total)
@@ -68,9 +74,8 @@ def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source
                 console.print(finish.text, style="green", markup=False, highlight=False)
     if finish is None:
         raise SystemExit("the stream ended without a finish event")
-    verdict = (
-        "[green]correct[/green]" if needle.answered_by(answer) else f"[red]expected {needle.value}[/red]"
-    )
+    right = answer.strip().startswith(expected)
+    verdict = "[green]correct[/green]" if right else f"[red]expected {expected}[/red]"
     console.print(f"[bold]Answer is[/bold] {verdict}")
     return finish
 
@@ -120,19 +125,23 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
 
-    needles = hay.make_needles(40, seed=7)
+    needles = hay.make_needles(HIDDEN, seed=7)
     text = DEMO_TEXT.read_text()
     needle_tokens = sum(len(needle.sentence) + 1 for needle in needles) / CHARACTERS_PER_NEEDLE_TOKEN
     room = int((arguments.tokens - needle_tokens) * CHARACTERS_PER_TOKEN)
     document = hay.hide(text[: max(room, 1000)], needles, seed=7)
 
     console.print("Starting Ray and Deltafront on this machine (about half a minute) …")
-    console.print("40 facts are hidden in Moby Dick; two questions ask for two of them.")
+    console.print(
+        f"{HIDDEN} facts are hidden in the beginning of Moby Dick; two questions ask for one of them and "
+        "about the book.",
+        soft_wrap=True,
+    )
     service = LocalService(arguments.config)
     console.print(f"Its log is {service.log}", soft_wrap=True, highlight=False)
     try:
         run(console, service, arguments, document, needles)
-    except (DeltafrontError, NotServing, ConfigError) as error:
+    except (DeltafrontError, NotServing, ConfigError, OSError) as error:
         console.print(f"deltafront: {error}", style="red", soft_wrap=True, markup=False, highlight=False)
         if service.log.exists():
             console.print(f"{service.log} says more", soft_wrap=True, highlight=False)
@@ -159,11 +168,12 @@ def run(
             f"after {time.monotonic() - started:.0f} s: {info.prefill_stages} prefill stages, "
             f"{info.decode_workers} decode worker; metrics at http://{info.metrics_address}/metrics"
         )
-        first = ask(client, console, needles[4], prompt=document, method=arguments.method, session_ttl_s=600)
+        source = {"prompt": document, "method": arguments.method, "session_ttl_s": 600}
+        first = ask(client, console, needles[4].question, needles[4].value, **source)
         show_timings(console, "First question: the document is prefilled", first)
         if first.session is None:
             raise SystemExit("the server kept no session")
-        second = ask(client, console, needles[11], session_id=first.session.session_id)
+        second = ask(client, console, BOOK_QUESTION, BOOK_ANSWER, session_id=first.session.session_id)
         show_timings(console, "Second question: the session holds the document", second)
         client.release(first.session.session_id)
         api = f"http://127.0.0.1:{load(Path(arguments.config)).door.http_port}"

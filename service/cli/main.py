@@ -213,6 +213,7 @@ _add_server_command("drain", "drain")
 _add_server_command("evaluate", "evaluation.command")
 _add_server_command("picture", "picture")
 _add_server_command("size", "size_command")
+_add_server_command("top", "top.command")
 _add_server_command("verify", "serve")
 
 

@@ -44,8 +44,9 @@ _ADVICE = {
     "/v1/embeddings": "this server generates text, and makes no embeddings",
     "/v1/audio/": "this server reads and writes text, and no audio",
     "/v1/images/": "this server reads and writes text, and no images",
+    "/metrics/": "Prometheus metrics have a port of their own (door.metrics_port): see `deltafront info`",
 }
-"""Advice for the beginnings of OpenAI's paths that are not served."""
+"""Advice for the beginnings of paths that are not served."""
 _MODEL = FieldNames("model", ())
 
 

@@ -224,6 +224,7 @@ def test_unknown_paths_get_an_openai_error_object(address: str) -> None:
     said = {
         ("POST", "/v1/batches"): (404, "POST /v1/batches is not served here: there are /v1/models, "),
         ("POST", "/v1/embeddings/"): (404, "makes no embeddings"),
+        ("GET", "/metrics"): (404, "door.metrics_port"),
         ("GET", "/nowhere"): (404, "GET /nowhere is not served here: there are /v1/models, "),
         ("GET", "/v1/completions"): (405, "GET is not what /v1/completions takes: use POST"),
         ("POST", "/health"): (405, "use GET"),

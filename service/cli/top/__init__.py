@@ -1,0 +1,1 @@
+"""`deltafront top`: shows what a service does, from its Prometheus metrics."""
