@@ -126,13 +126,18 @@ def _same(value: object, no_op: object) -> bool:
 
 def _check_values(body: bytes, max_values: int) -> None:
     """Refuse a body with too many values before it is parsed. Raises InvalidArgument."""
-    if sum(map(body.count, _SEPARATORS)) <= max_values:
-        return
+    if sum(map(body.count, _SEPARATORS)) > max_values and count_values(body, max_values) > max_values:
+        raise InvalidArgument("", f"the body holds too many values: at most about {max_values}")
+
+
+def count_values(body: bytes, enough: int) -> int:
+    """Count JSON values, approximately, until there are more than `enough`."""
     values = 0
     for part in _STRING_OR_REST.finditer(body):
         values += 1 if body[part.start()] == _QUOTE else sum(map(part.group().count, _SEPARATORS))
-        if values > max_values:
-            raise InvalidArgument("", f"the body holds too many values: at most about {max_values}")
+        if values > enough:
+            break
+    return values
 
 
 def _invalid(invalid: ValidationError, known: list[str]) -> InvalidArgument:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -133,8 +134,16 @@ def _content(block: Block) -> Json:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind is BlockKind.TEXT:
         return {"type": "text", "text": block.text}
-    arguments = from_json(block.text, allow_partial=True) if block.text else {}  # max_tokens may cut it
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(block.text)}
+
+
+def _arguments(text: str) -> Json:
+    """Parse a call's arguments, which max_tokens may cut. The model may write half a surrogate pair, which is
+    no text, or nest too deeply: then nothing can be said."""
+    with contextlib.suppress(ValueError):
+        found = from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _event(change: Change) -> dict[str, Any]:

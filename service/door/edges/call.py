@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from starlette.requests import ClientDisconnect, Request
@@ -62,8 +62,13 @@ class Exchange:
     stream: EventStream | None = None
     answering: Answering | None = None
 
+    def fail(self, error: DeltafrontError) -> Iterable[Json]:
+        """Give the answer up. Returns what ends its stream."""
+        return () if self.answering is None else self.answering.fail(error)
+
     async def respond(self, content: Json) -> None:
-        await self.respond_with(JSONResponse(content))
+        """Send an object, which is written in a thread, because that takes long for half a million tokens."""
+        await self.respond_with(await asyncio.to_thread(JSONResponse, content))
 
     async def respond_with(self, response: Response) -> None:
         await response(self.request.scope, self.request.receive, self.send)
@@ -91,8 +96,10 @@ class EdgeCall:
             async with self.requests.accept(
                 self.rpc, request.headers.items(), request_id=exchange.request_id
             ) as accepted:
-                with contextlib.suppress(ClientDisconnect):  # there is no client to tell
+                try:
                     await self._serve(exchange, accepted)
+                except ClientDisconnect:  # there is no client to tell
+                    exchange.fail(Cancelled("the client left"))
         except DeltafrontError as error:
             await self._fail(exchange, error)
 
@@ -101,7 +108,7 @@ class EdgeCall:
         generate = replace(asked.request, request_id=exchange.request_id)
         if self.edge.splits and self.requests.marks_reasoning:
             generate = _reasoning(generate)
-        exchange.answering = answering = await self._answering(asked, generate)
+        exchange.answering = answering = await self._answering(asked, generate, accepted.text.size)
         stream, progress = asked.stream, asked.include_progress
         events = self.requests.run(accepted, generate)
         del asked, generate  # free the text once it is tokenised
@@ -117,13 +124,17 @@ class EdgeCall:
             else:
                 await exchange.respond(await _answer(answering, watched))
 
-    async def _answering(self, asked: Asked, request: GenerateRequest) -> Answering:
+    async def _answering(self, asked: Asked, request: GenerateRequest, size: int) -> Answering:
         count = request.answers if isinstance(request, CompletionRequest) else 1
-        answers = [await self._one(asked, request, index) for index in range(count)]
+        opening: str | None = None
+        if self.edge.splits and self.requests.marks_reasoning:
+            work = self.requests.text_budget.work
+            opening = await work(size, lambda _: self.requests.generation_prompt(request))
+        answers = [self._one(asked, request, self._splitter(request, opening), at) for at in range(count)]
         return answers[0] if asked.several is None else asked.several(answers)
 
-    async def _one(self, asked: Asked, request: GenerateRequest, index: int) -> OneAnswer:
-        splitter, requests = await self._splitter(request), self.requests
+    def _one(self, asked: Asked, request: GenerateRequest, splitter: AnswerSplitter, index: int) -> OneAnswer:
+        requests = self.requests
         context = ReplyContext(
             requests.model,
             requests.positions,
@@ -139,10 +150,10 @@ class EdgeCall:
         work = self.requests.text_budget.work
         return await work(len(body), lambda _: self.edge.read(body, self.requests.model, owner))
 
-    async def _splitter(self, request: GenerateRequest) -> AnswerSplitter:
+    def _splitter(self, request: GenerateRequest, opening: str | None) -> AnswerSplitter:
+        """Make what splits an answer. opening: how the template begins it; None: it has no reasoning."""
         reasoning = calls = None
-        if self.edge.splits and self.requests.marks_reasoning:
-            opening = await asyncio.to_thread(self.requests.generation_prompt, request)
+        if opening is not None:
             reasoning = ReasoningSplitter(is_open(opening), trims=request.has_form)
         form = self.requests.tool_format
         if request.tools is not None and form is not None:
@@ -150,7 +161,7 @@ class EdgeCall:
         return AnswerSplitter(reasoning, calls)
 
     async def _fail(self, exchange: Exchange, error: DeltafrontError) -> None:
-        events = exchange.answering.fail(error) if exchange.answering is not None else ()
+        events = exchange.fail(error)
         if exchange.stream is not None and exchange.stream.started:
             await exchange.stream.send_json(events)
             await exchange.stream.end()

@@ -17,7 +17,7 @@ from deltafront.service.door.json_body import UNSUPPORTED, BodyRules, Long, show
 from deltafront.service.door.openai.formats import read_constraint
 from deltafront.service.door.openai.logprobs import chat_top, text_top
 from deltafront.service.door.openai.sampling import SamplingFields, Strict
-from deltafront.service.door.openai.tools import read_calls, read_tools
+from deltafront.service.door.openai.tools import ArgumentReader, read_calls, read_tools
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import (
     CompletionRequest,
@@ -256,10 +256,11 @@ def retention_s(retention: str, retain_s: float | None) -> float | None:
 def read_messages(given: Sequence[Mapping[str, Any]]) -> Messages:
     """Read a chat's messages. Raises InvalidArgument."""
     check_count("messages", len(given))
-    return tuple(_message(f"messages[{index}]", message) for index, message in enumerate(given))
+    reader = ArgumentReader()
+    return tuple(_message(f"messages[{index}]", message, reader) for index, message in enumerate(given))
 
 
-def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _message(name: str, message: Mapping[str, Any], reader: ArgumentReader) -> Mapping[str, Any]:
     """Parse a message. Nulls and empty lists are ignored, because OpenAI's client sends them with earlier
     answers."""
     given = {field: value for field, value in message.items() if value is not None and value != []}
@@ -272,7 +273,7 @@ def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         for field in ("reasoning", "reasoning_content"):  # earlier reasoning is not prefilled
             given.pop(field, None)
         if "tool_calls" in given:
-            more["tool_calls"] = read_calls(f"{name}.tool_calls", given.pop("tool_calls"))
+            more["tool_calls"] = read_calls(f"{name}.tool_calls", given.pop("tool_calls"), reader)
             content = "" if content is None else content
     if role == "tool":
         more["tool_call_id"] = check_call_id(f"{name}.tool_call_id", given.pop("tool_call_id", None))

@@ -53,9 +53,13 @@ async def tokenize(requests: RequestHandler, accepted: Accepted, body: bytes) ->
     fields = await work(len(body), lambda _: _RULES.read(_TokenizeFields, body, model))
     request = GenerateRequest(prompt=_prompt(fields), sampling=SamplingParams(max_tokens=1))
     packed = await requests.token_ids(accepted, request, fields.add_generation_prompt)
-    ids = np.frombuffer(packed, dtype="<u4").tolist()
-    spelled = requests.tokenizer.token_strings(ids) if fields.return_token_strs else None
-    return {"count": len(ids), "max_model_len": requests.positions, "tokens": ids, "token_strs": spelled}
+
+    def said(_stopped: object) -> Json:
+        ids = np.frombuffer(packed, dtype="<u4").tolist()
+        spelled = requests.tokenizer.token_strings(ids) if fields.return_token_strs else None
+        return {"count": len(ids), "max_model_len": requests.positions, "tokens": ids, "token_strs": spelled}
+
+    return await work(len(packed), said)
 
 
 async def detokenize(requests: RequestHandler, _accepted: Accepted, body: bytes) -> Json:
@@ -64,6 +68,8 @@ async def detokenize(requests: RequestHandler, _accepted: Accepted, body: bytes)
 
     def text(_stopped: object) -> str:
         ids = _RULES.read(_DetokenizeFields, body, model, _MAX_VALUES).tokens
+        if len(ids) > requests.positions:
+            raise InvalidArgument("tokens", f"has {len(ids)} tokens: at most {requests.positions}")
         for number in ids:
             if not 0 <= number < 1 << 32:
                 raise InvalidArgument("tokens", f"{number} is no token id")

@@ -14,7 +14,7 @@ from deltafront.service.door.edges.errors import FieldNames
 from deltafront.service.door.http_stream import EMPTY_LINE
 from deltafront.service.door.openai.answers import report
 from deltafront.service.door.openai.errors import RENAMED, error_body
-from deltafront.service.door.openai.tools import read_arguments
+from deltafront.service.door.openai.tools import ArgumentReader
 from deltafront.service.door.reasoning import AnswerPart
 from deltafront.service.door.responses.requests import ResponseFields, read_response
 from deltafront.service.door.responses.store import ResponseStore, StoredResponse
@@ -225,7 +225,7 @@ def _calls_of(block: Block) -> list[Json]:
     if block.kind is not BlockKind.CALL:
         return []
     try:
-        arguments = read_arguments("", block.text)
+        arguments = ArgumentReader().read("", block.text)
     except InvalidArgument:
         return []
     function = {"name": block.name, "arguments": arguments}

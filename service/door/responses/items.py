@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from deltafront.service.door.edges.tools import call_of, check_call_id
 from deltafront.service.door.json_body import show
-from deltafront.service.door.openai.tools import read_arguments
+from deltafront.service.door.openai.tools import ArgumentReader
 from deltafront.service.errors import InvalidArgument
 
 Message = Mapping[str, Any]
@@ -25,27 +27,28 @@ def read_items(given: object) -> list[Message]:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         raise InvalidArgument("input", "must be text or a list of items")
-    messages = list[Message]()
+    messages, reader = list[Message](), ArgumentReader()
     for index, item in enumerate(given):
         path = f"input[{index}]"
         if not isinstance(item, Mapping):
             raise InvalidArgument(path, "must be an item")
-        message = _message(path, item)
+        message = _message(path, item, reader)
         if message is not None:
-            append(messages, message)
+            messages.append(message)
     return messages
 
 
-def append(messages: list[Message], message: Message) -> None:
-    """Add a message. Consecutive texts and tool calls of the assistant become one message."""
-    last = messages[-1] if messages else {}
-    if message["role"] != "assistant" or last.get("role") != "assistant":
-        messages.append(message)
-        return
-    contents = [text for text in (last["content"], message["content"]) if text]
-    calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+def joined(messages: Iterable[Message]) -> list[Message]:
+    """Make one message of consecutive texts and tool calls of the assistant."""
+    runs = [(role, list(run)) for role, run in groupby(messages, itemgetter("role"))]
+    return [one for role, run in runs for one in ([_one(run)] if role == "assistant" else run)]
+
+
+def _one(run: Sequence[Message]) -> Message:
+    contents = [message["content"] for message in run if message["content"]]
+    calls = [call for message in run for call in message.get("tool_calls", ())]
     called = {"tool_calls": calls} if calls else {}
-    messages[-1] = {"role": "assistant", "content": _BETWEEN.join(contents), **called}
+    return {"role": "assistant", "content": _BETWEEN.join(contents), **called}
 
 
 def with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:
@@ -59,7 +62,7 @@ def with_instructions(instructions: str | None, messages: list[Message]) -> list
     return [{"role": "system", "content": said}, *rest[count:]]
 
 
-def _message(path: str, item: Mapping[str, Any]) -> Message | None:
+def _message(path: str, item: Mapping[str, Any], reader: ArgumentReader) -> Message | None:
     kind = item.get("type", "message")
     if kind == "message":
         role = item.get("role")
@@ -67,7 +70,7 @@ def _message(path: str, item: Mapping[str, Any]) -> Message | None:
             raise InvalidArgument(f"{path}.role", f"{show(role)} must be one of {', '.join(_ROLES)}")
         return {"role": role, "content": _text(f"{path}.content", item.get("content"))}
     if kind == "function_call":
-        arguments = read_arguments(f"{path}.arguments", item.get("arguments"))
+        arguments = reader.read(f"{path}.arguments", item.get("arguments"))
         call_id = check_call_id(f"{path}.call_id", item.get("call_id"))
         call = call_of(path, item.get("name"), arguments, call_id)
         return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -14,7 +14,7 @@ from deltafront.service.door.edges.tools import choose, function_of
 from deltafront.service.door.json_body import BodyRules, Long, show
 from deltafront.service.door.openai.requests import retention_s
 from deltafront.service.door.openai.sampling import SamplingFields, Strict
-from deltafront.service.door.responses.items import Message, append, read_items, with_instructions
+from deltafront.service.door.responses.items import Message, joined, read_items, with_instructions
 from deltafront.service.door.responses.store import ResponseStore, StoredResponse
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import (
@@ -90,8 +90,7 @@ def read_response(
     messages = list[Message]()
     if fields.previous_response_id is not None:
         messages += (found or store.get(fields.previous_response_id, owner)).messages
-    for message in read_items(fields.input):
-        append(messages, message)
+    messages = joined([*messages, *read_items(fields.input)])
     check_count("input", len(messages))
     own = fields.request_fields()
     own["retain_s"] = retention_s(fields.prompt_cache_retention, fields.retain_s)

@@ -53,11 +53,16 @@ class ToolFormat:
         before, after = (re.escape(part) for part in self.head.split("NAME"))
         return re.compile(f"{before}([A-Za-z0-9_.-]+){after or '(?=<)'}")
 
-    def arguments(self, tools: Tools, name: str) -> _JsonEnd | ParameterReader:
+    def schemas(self, tools: Tools) -> Mapping[str, Mapping[str, Any]]:
+        """Return what a parser needs of the tools: parameters by name. Descriptions may be long."""
+        if self.parameters is None:
+            return {}
+        return {function["name"]: function.get("parameters") or {} for function in tools.functions}
+
+    def arguments(self, schemas: Mapping[str, Mapping[str, Any]], name: str) -> _JsonEnd | ParameterReader:
         """Return what reads the arguments of a call of this function."""
         if self.parameters is None:
             return _JsonEnd()
-        schemas = {function["name"]: function.get("parameters") for function in tools.functions}
         return ParameterReader(self.parameters, schemas.get(name) or {})
 
 
@@ -169,7 +174,7 @@ class ToolCallParser:
 
     def __init__(self, form: ToolFormat, tools: Tools) -> None:
         self._form = form
-        self._tools = tools
+        self._schemas = form.schemas(tools)
         self._held = ""
         self._calling: bool | None = None if not form.trigger else False
         """Whether the next text belongs to a call; None before the answer has begun."""
@@ -215,7 +220,7 @@ class ToolCallParser:
         if found is None:
             return None
         self._held, index = self._held[found.end() :], self.calls
-        self._arguments, self.calls = self._form.arguments(self._tools, found[1]), self.calls + 1
+        self._arguments, self.calls = self._form.arguments(self._schemas, found[1]), self.calls + 1
         call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
         return CallPart(index, call_id, found[1])
 

@@ -21,6 +21,7 @@ from deltafront.service.client import DeltafrontClient
 from deltafront.service.door import grpc_door, json_body
 from deltafront.service.door.edges import call
 from deltafront.service.door.openai import requests as openai_requests
+from deltafront.service.door.openai import tools
 from deltafront.service.door.status import OWN_STATUS
 from deltafront.service.request import places
 from deltafront.service.request.calls import MAX_MESSAGES
@@ -66,6 +67,17 @@ def test_refuses_too_many_json_values_before_parsing_them(house: House, make_htt
     parts = [{"type": "text", "text": "a"}] * 4097
     refused = post(address, chat([{"role": "user", "content": parts}]))
     assert refused.json()["error"]["message"] == "messages[0].content: has 4097 parts: at most 4096"
+
+
+def test_refuses_too_many_values_in_the_arguments_of_all_calls(
+    house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "MAX_VALUES", 100)
+    arguments = json.dumps({"a": [[]] * 30, "b": ",[" * 500})
+    said = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    refused = post(make_http(house), chat([{"role": "assistant", "tool_calls": [said, said]}]))
+    error = refused.json()["error"]
+    assert error["param"] == "messages[0].tool_calls[1].function.arguments" and "values" in error["message"]
 
 
 def test_brackets_inside_strings_do_not_count_as_json_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from deltafront.service.door.anthropic.answers import MessageReply
+from deltafront.service.door.anthropic.answers import MessageReply, _content
+from deltafront.service.door.edges.blocks import Block, BlockKind
 
 from ..inprocess import HANG_S, House, settings
 from .openai_calls import LONG, MODEL
@@ -180,6 +181,13 @@ def test_tool_call_cut_by_max_tokens_has_partial_arguments(address: str, says: A
 def test_message_matches_the_schema_of_output_config(address: str) -> None:
     answer = message(address, output_config={"format": {"type": "json_schema", "schema": WEATHER}})
     assert json.loads(answer["content"][0]["text"]).keys() == {"city", "days"}
+
+
+def test_tool_call_cut_anywhere_has_an_object_as_input() -> None:
+    whole = json.dumps({"a": "x\u00e9\n", "b": [1, -2.5e3, {"c": None}], "d": True})
+    for said in [*(whole[:end] for end in range(len(whole) + 1)), '{"a": "\\ud800"}', "[" * 300]:
+        assert isinstance(_content(Block(BlockKind.CALL, 0, "c", "f", [said]))["input"], dict)
+    assert _content(Block(BlockKind.CALL, 0, "c", "f", [whole]))["input"] == json.loads(whole)
 
 
 def test_accepts_the_fields_of_claude_code(address: str, house: House) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from deltafront.service.door.http_door import HttpDoor
 from deltafront.service.door.responses.answers import ResponseReply
+from deltafront.service.door.responses.requests import read_response
 from deltafront.service.door.responses.store import (
     KEPT_S,
     ResponseStore,
@@ -22,7 +23,7 @@ from deltafront.service.door.responses.store import (
     size_of,
 )
 
-from ..inprocess import House, settings
+from ..inprocess import HANG_S, House, settings, wait_until
 from .openai_calls import JSON, MODEL, Open
 from .test_tools import ROME, WEATHER, call, model_with_tools, prompt_of
 
@@ -290,6 +291,34 @@ def test_unfinished_response_takes_store_bytes_but_is_not_found() -> None:
     store.drop("r1")
     store.complete("r2", {}, [])
     assert has(store, 2)
+
+
+def test_client_that_leaves_takes_its_conversation_along(
+    house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[ResponseStore] = []
+    begin = ResponseStore.begin
+
+    def noting(store: ResponseStore, *given: Any) -> bool:
+        stores.append(store)
+        return begin(store, *given)
+
+    monkeypatch.setattr(ResponseStore, "begin", noting)
+    house.decode.pause_at = 3
+    body = {"model": MODEL, "input": "hi", "stream": True}
+    with httpx.stream("POST", f"{make_http(house)}/v1/responses", json=body, timeout=HANG_S) as answer:
+        next(answer.iter_lines())
+        (store,) = stores
+        assert store.size
+    wait_until(lambda: not store.size, "it is kept")
+
+
+def test_items_of_the_assistant_are_joined_once() -> None:
+    said = [{"role": "assistant", "content": "x" * 400}] * 20_000
+    body = json.dumps({"model": MODEL, "input": said}).encode()
+    asked = read_response(body, MODEL, ResponseStore(1 << 28), "")
+    ((role, content),) = [(one["role"], one["content"]) for one in asked.messages]
+    assert role == "assistant" and len(content) == 20_000 * 401 - 1
 
 
 def has(store: ResponseStore, number: int) -> bool:

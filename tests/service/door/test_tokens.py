@@ -47,6 +47,7 @@ def test_tokenize_of_messages_equals_the_chat_prompt(address: str, api: openai.O
         ("/tokenize", {"prompt": "a", "continue_final_message": True}, "is not supported"),
         ("/detokenize", {"tokens": [-1]}, "tokens: -1 is no token id"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]: must be"),
+        ("/detokenize", {"tokens": [1] * 8193}, "tokens: has 8193 tokens: at most 8192"),
         ("/v1/embeddings", {}, "makes no embeddings"),
         ("/v1/audio/speech", {}, "no audio"),
         ("/v1/images/generations", {}, "no images"),
