@@ -30,7 +30,8 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class AnchorRuns:
-    """The runs of every chunk.
+    """The result of an anchor scan. Each chunk of rows is split into runs: an anchor row and the similar rows
+    after it.
 
     Attributes:
         is_anchor_BGS: bool.

@@ -48,7 +48,7 @@ def build(
         selector.thresholds = thresholds
     elif isinstance(options, ScoredOptions) and options.density > 0:
         raise KernelInputError(
-            f"{spec.name}: density = {options.density} stands for thresholds by layer and head, none came"
+            f"{spec.name}: density = {options.density} needs thresholds for each layer and head, but has none"
         )
     method: Attention = Composition(selector, part_of(preset.backend)(options))
     if spec.correction:

@@ -94,7 +94,8 @@ class AntidiagonalOptions(ScoredOptions):
 
 @dataclass(frozen=True)
 class AnchorsOptions(ScoredOptions):
-    """DPXA (DeltaAttention, section 4.3) with the changes of docs/decisions/0003 and 0008."""
+    """Options of `dpxa`, which scores tiles by anchor rows (DeltaAttention, section 4.3, changed as
+    docs/decisions/0003 and 0008 say)."""
 
     tau: float = option(0.8, *_TAU)
     outside: bool = option(True, *_OUTSIDE)

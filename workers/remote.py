@@ -123,7 +123,7 @@ class Failure:
     """The reason why a call to an actor failed.
 
     Attributes:
-        message: A predicate for a message that begins with the actor's name, such as "died".
+        message: What happened, to be appended to the actor's name, such as "died".
         cause: The exception that the method raised; None if the actor is dead or unreachable.
     """
 

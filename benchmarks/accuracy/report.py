@@ -242,7 +242,8 @@ def _number(value: float | None, form: str) -> str:
 
 
 def judged(row: Row) -> bool:
-    """Say whether dense attention answers at least half of the questions, so that the task can compare."""
+    """Return True if dense attention answers at least half of the questions. A harder task cannot compare
+    methods."""
     return "questions" in row and 2 * row["exact_dense"] >= row["questions"]
 
 

@@ -89,8 +89,11 @@ def names(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Doc
 
 
 def named(spelled: Sequence[str], tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield the token ranges (first, stop) of names from `tokens` on. A name is a capitalised word that the
-    text never has in lower case."""
+    """Yield the token ranges (first, stop) of proper nouns at or after index `tokens` that a model must
+    remember: they occur in the distant context and not since, and have at least two tokens.
+
+    A proper noun is a capitalised word that the text never has in lower case.
+    """
     starts = list(accumulate(map(len, spelled), initial=0))
     whole = "".join(spelled)
     token_at = {starts[i] + (spelled[i][:1] == " "): i for i in range(len(spelled))}

@@ -45,7 +45,11 @@ class Compared:
 
 
 def compared(name: str, ours: Rows, theirs: Rows) -> Compared:
-    """Compare two selections. Raises ValueError if they have different numbers of rows."""
+    """Compare, row by row, which entries two selections keep.
+
+    Raises:
+        ValueError: They have different numbers of rows.
+    """
     differ = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
     either = sum(len(a | b) for a, b in differ)
     both = sum(len(a & b) for a, b in differ)

@@ -1,4 +1,4 @@
-"""MInference's vertical-slash pattern. Suffixes are those of `kernels.interface`."""
+"""MInference's vertical-slash pattern. Shape suffixes are defined in `kernels.interface`."""
 
 from __future__ import annotations
 

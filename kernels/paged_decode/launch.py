@@ -31,7 +31,7 @@ class SplitPlan:
 
     Attributes:
         block: Keys per block.
-        splits: Splits of all requests together.
+        splits: Number of KV splits over the whole batch, as in Flash-Decoding.
         warps, stages: Triton's options for `_attend`.
         score_blocks: Blocks per program of `_score`.
         score_warps: Warps of `_score`.

@@ -75,7 +75,8 @@ Decision = Admitted | Rejected
 
 
 def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStats]) -> Decision:
-    """Choose candidates for a request. groups and workers are not empty."""
+    """Return the prefill groups and decode workers that can serve a request, best first, or the reason to
+    reject it. Neither `groups` nor `workers` is empty."""
     fitting = [w for w in not_draining(workers) if need.pages(w.page_tokens) <= w.pages_total]
     page_tokens = workers[0].page_tokens  # groups have the same size
     able = [g for g in not_draining(groups) if need.prefill_tokens <= g.pages_total * page_tokens]

@@ -81,7 +81,9 @@ class RequestUse:
         owner, callers, limit = self.caller.owner, self._callers, self.caller.quota.tokens
         if limit is not None:
             if tokens > limit:
-                raise Overloaded(f"{tokens} tokens are more than this token may hold at all, {limit}")
+                raise Overloaded(
+                    f"{tokens} tokens of prompt and answer are more than this caller may ever hold, {limit}"
+                )
             if callers.tokens(owner, elsewhere=False) - self.tokens + tokens <= limit:
                 await callers.ask_workers()
             held = callers.tokens(owner) - self.tokens

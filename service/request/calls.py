@@ -1,4 +1,4 @@
-"""Requests before their checks, and calls, which are checked requests."""
+"""Requests as clients send them, and `Call`, a checked request."""
 
 from array import array
 from collections.abc import Mapping, Sequence

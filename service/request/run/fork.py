@@ -14,7 +14,8 @@ Forked = tuple[DecodeWorker, Session]
 
 @dataclass
 class Fork:
-    """The first choice offers the session with its first token; the others wait for it.
+    """Shares one prefill among the choices of a prompt: the first choice keeps a session and offers it with
+    its first token, and the others wait and fork from it.
 
     Create it in an event loop.
     """

@@ -123,7 +123,11 @@ class GatherSlots:
 
 
 class GatherExporter:
-    """Implements `stream.KVExporter`, and `stream.KVExport` for every request. `GatheringOutbox` gathers."""
+    """The `KVExporter` and `KVExport` of decode workers of several ranks over NIXL.
+
+    It passes KV through unchanged: `GatheringOutbox` then packs each rank's heads into staging slots. It has
+    no state of a request, so one instance serves all.
+    """
 
     message_bytes = MESSAGE_BYTES
     in_place = True
