@@ -82,7 +82,7 @@ class RequestUse:
         if limit is not None:
             if tokens > limit:
                 raise Overloaded(
-                    f"{tokens} tokens of prompt and answer are more than this caller may ever hold, {limit}"
+                    f"{tokens} tokens are more than this caller may ever hold in the KV cache, {limit}"
                 )
             if callers.tokens(owner, elsewhere=False) - self.tokens + tokens <= limit:
                 await callers.ask_workers()

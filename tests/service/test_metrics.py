@@ -164,6 +164,7 @@ def test_promtool_accepts_a_doors_metrics(house: House, client: DeltafrontClient
     )
     house.metrics.workers.tiered("decode:d0", (tier,))
     house.metrics.certificate("door", 1.8e9)
+    house.metrics.measured("dpxa+delta", 0.98)
     exported = house.metrics.expose()
     for name, expected in (("back_pages", 20), ("evicted_pages", 3), ("evicted_retained_pages", 1)):
         assert value(house, f"kv_tier_{name}", worker="decode:d0", tier="host") == expected

@@ -123,7 +123,7 @@ def test_quota_of_a_token_holds_at_every_door(doors: tuple[House, House]) -> Non
             list(stream)
         list(elsewhere.generate("x" * 100, max_tokens=2))
         list(stranger.generate("x" * 3000, max_tokens=2))
-        with pytest.raises(Overloaded, match="more than this caller may ever hold, 2000"):
+        with pytest.raises(Overloaded, match="more than this caller may ever hold in the KV cache, 2000"):
             list(elsewhere.generate("x" * 1990, max_tokens=10))
         *_, made = client.prefill("x" * 1500)
         assert isinstance(made, PrefillFinished)
