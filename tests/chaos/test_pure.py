@@ -122,7 +122,7 @@ deltafront_kv_tier_evicted_pages{tier="disk",worker="a"} 3.0
 """
 
 
-def test_tier_counts_as_full_once_it_evicts_and_never_exceeds_room() -> None:
+def test_detects_cache_tiers_that_never_filled_or_overflowed() -> None:
     assert not unfilled(parse(TIER)) and not overfull(parse(TIER))
     other = TIER.replace('"a"', '"b"')
     assert unfilled(parse(TIER + other.replace("} 3.0", "} 0.0"))) == [

@@ -141,18 +141,18 @@ def seconds_of(service: Service, kind: Kind) -> dict[int, float]:
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_pause_is_short_with_a_spare_worker(trials: Trials) -> None:
+def test_recovery_pause_is_short_with_a_spare_worker(trials: Trials) -> None:
     """Another worker of each role is idle."""
     trials.pauses("recovery_spare", WITH_SPARE_S, _KINDS, clients=1)
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_pause_is_short_with_a_spare_when_a_ray_owner_dies(trials: Trials) -> None:
+def test_recovery_pause_is_short_with_a_spare_when_a_ray_owner_dies(trials: Trials) -> None:
     trials.pauses("recovery_owner_spare", WITH_SPARE_S, _OWNERS, clients=1)
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_pause_is_bounded_when_the_other_workers_are_busy(trials: Trials) -> None:
+def test_recovery_pause_is_bounded_if_the_other_workers_are_busy(trials: Trials) -> None:
     """The other workers are busy, too, so the pause includes queueing."""
     trials.pauses("recovery_busy", WITHOUT_S, _KINDS, _CLIENTS)
 
@@ -218,13 +218,15 @@ def endless(service: Service, clients: int) -> Iterator[None]:
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_pause_is_bounded_without_a_spare_worker(alone: Service, amount: Amount, record: Record) -> None:
+def test_recovery_pause_is_bounded_without_a_spare_worker(
+    alone: Service, amount: Amount, record: Record
+) -> None:
     trials = Trials(alone, amount, record)
     trials.pauses("recovery_no_spare", WITHOUT_S, _KINDS, _ALONE)
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_pause_is_bounded_without_a_spare_when_a_ray_owner_dies(
+def test_recovery_is_bounded_without_a_spare_when_a_ray_owner_dies(
     alone: Service, amount: Amount, record: Record
 ) -> None:
     trials = Trials(alone, amount, record)

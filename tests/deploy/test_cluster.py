@@ -113,7 +113,7 @@ def test_completions_are_answered_over_http_at_every_door(cluster: LocalCluster)
             assert reply.usage is not None and reply.usage.completion_tokens == 4
 
 
-def test_both_doors_answer(cluster: LocalCluster) -> None:
+def test_each_nodes_haproxy_sends_requests_to_both_doors(cluster: LocalCluster) -> None:
     """Each node's HAProxy sends requests to both doors, once it knows them and has checked their health. A
     door's metrics are at its node's address."""
     both = {f"{address.split(':')[0]}:9464" for address in cluster.doors}

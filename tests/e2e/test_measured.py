@@ -59,7 +59,7 @@ def run(wire: Wire, prompt: pb.Prompt, name: str) -> Answer:
     )
 
 
-def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
+def test_ttft_parts_sum_to_the_ttft_and_metrics_agree(
     wire: Wire, haystack: Haystack, tokenizer: Tokenizer, sizes: Sizes, table: Table
 ) -> None:
     ids = tokenizer.encode(haystack.text).ids[: sizes.mid]

@@ -200,7 +200,7 @@ def test_failed_session_request_is_replayed(house: House, client: DeltafrontClie
     nothing_left(house)
 
 
-def test_a_session_of_a_failed_attempt_is_dropped(house: House, client: DeltafrontClient) -> None:
+def test_session_of_a_failed_attempt_is_released(house: House, client: DeltafrontClient) -> None:
     house.decode.fail_after = [3]
     *_, finish = client.generate(PROMPT, max_tokens=5, session_ttl_s=30)
     assert isinstance(finish, GenerateFinished)
@@ -224,7 +224,9 @@ def test_metrics_count_a_replayed_request_once(house: House, client: DeltafrontC
     assert counter(house, "deltafront_inter_token_latency_seconds_count") == 8
 
 
-def test_hand_off_time_is_recorded_if_its_worker_died(house: House, client: DeltafrontClient) -> None:
+def test_kv_transfer_time_is_recorded_if_its_decode_worker_died(
+    house: House, client: DeltafrontClient
+) -> None:
     house.decode.script = [*b"all of it", EOS]
     house.cut("decode").cut_after = 1 + len(house.decode.script)
     collect(client.generate(PROMPT, max_tokens=40))

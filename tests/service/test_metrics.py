@@ -69,7 +69,7 @@ def test_each_metric_counts_an_answer_once(house: House, client: DeltafrontClien
         assert layers == [finish.timings.stages[0][part]] * 2, "a layer is all that a stage has"
 
 
-def test_session_answers_count_under_their_questions_length(house: House, client: DeltafrontClient) -> None:
+def test_metrics_of_session_answers_have_the_questions_length(house: House, client: DeltafrontClient) -> None:
     """The document's length has another label than the question's."""
     *_, made = client.prefill("x" * 3000, session_ttl_s=60)
     assert isinstance(made, PrefillFinished)

@@ -52,7 +52,7 @@ seconds = st.floats(0, 1e3)
 
 
 @given(st.lists(st.tuples(seconds, st.dictionaries(st.sampled_from("abc"), seconds, max_size=3)), max_size=6))
-def test_latency_parts_always_add_up_to_the_elapsed_time(steps: list[tuple[float, dict[str, float]]]) -> None:
+def test_ttft_parts_always_add_up_to_the_elapsed_time(steps: list[tuple[float, dict[str, float]]]) -> None:
     now = [100.0]
     clock = TtftClock(lambda: now[0])
     for passed, reported in steps:
@@ -64,7 +64,7 @@ def test_latency_parts_always_add_up_to_the_elapsed_time(steps: list[tuple[float
     assert list(parts)[-1] == "transport"
 
 
-def test_time_that_a_worker_does_not_account_for_is_transport() -> None:
+def test_ttft_that_no_worker_reports_counts_as_transport() -> None:
     now = [0.0]
     clock = TtftClock(lambda: now[0])
     now[0] = 1.0
@@ -93,7 +93,7 @@ def test_token_ids_are_packed_little_endian() -> None:
 
 
 @given(st.integers(1, 40), st.integers(0, 20), st.integers(1, 60), st.integers(0, 10), st.booleans())
-def test_plan_never_exceeds_the_context(
+def test_prompt_and_max_tokens_never_exceed_the_context(
     prompt: int, append: int, wanted: int, streamed: int, keep: bool
 ) -> None:
     positions = 50
@@ -298,7 +298,7 @@ TIER = TierStats(
 )
 
 
-def test_counters_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> None:
+def test_metrics_of_a_dead_door_keep_counters_but_not_gauges(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         dying = Metrics(tmp_path)
@@ -328,7 +328,7 @@ def test_counters_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> No
     assert pages == {"x": 0, "y": 60}, "a tier that is full for ever would be said to do nothing"
 
 
-def test_two_doors_export_a_workers_gauges_once(tmp_path: Path) -> None:
+def test_doors_on_one_node_do_not_sum_a_workers_gauges(tmp_path: Path) -> None:
     """Both doors run on one node. The gauges have the worker's value, not the sum over doors."""
     states = {
         "decode:x": WorkerState(0.5, running=3, waiting=2, sessions=4),
@@ -373,7 +373,7 @@ def test_exporter_stopped_during_its_start_closes_its_port(
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
-def test_another_exporter_takes_the_port_over(
+def test_another_exporter_takes_over_the_metrics_port(
     host: str, family: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltafront.service.exporter._TAKEOVER_S", 0.05)

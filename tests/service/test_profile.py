@@ -262,7 +262,7 @@ def test_info_shows_the_profile_and_effective_settings(make_house: Make, model: 
     assert raw["profile"]["levels"][0]["options"] == {"sink": 1, "window": 1, "stride": 8}
 
 
-def test_measured_setting_is_the_default_of_requests_that_name_none(
+def test_profiles_measured_setting_is_the_default_method(
     make_house: Make, model: Path, tmp_path: Path
 ) -> None:
     measured = Measured(

@@ -34,7 +34,7 @@ def session(client: DeltafrontClient) -> Iterator[str]:
     client.release(made.session.session_id)
 
 
-def test_job_of_a_sparse_prompt_has_its_token_ids(house: House, client: DeltafrontClient) -> None:
+def test_decode_worker_gets_the_token_ids_of_a_sparse_prompt(house: House, client: DeltafrontClient) -> None:
     asked = client.generate(PROMPT, append="why?", max_tokens=5, recompute_blocks=3, **SPARSE)
     text, _, finish, _ = collect(asked)
     assert text == expected(ids(PROMPT + "why?"), 5)
@@ -85,7 +85,7 @@ def test_model_without_a_profile_is_sparse_only_on_request(
     assert [told.options.recompute_blocks for told in house.decode.reservations] == [0, 8]
 
 
-def test_takes_the_largest_number_of_recompute_blocks(house: House, client: DeltafrontClient) -> None:
+def test_accepts_the_maximum_of_recompute_blocks(house: House, client: DeltafrontClient) -> None:
     collect(client.generate(PROMPT, max_tokens=2, recompute_blocks=64, **SPARSE))
     assert house.decode.reservations[-1].options.recompute_blocks == 64
 
@@ -94,7 +94,9 @@ def test_takes_the_largest_number_of_recompute_blocks(house: House, client: Delt
 
 
 @pytest.mark.parametrize("kind", ["sparse", *EXACT])
-def test_a_session_gets_the_ids_of_a_sparse_prompt(house: House, client: DeltafrontClient, kind: str) -> None:
+def test_session_keeps_the_token_ids_of_a_sparse_prompt(
+    house: House, client: DeltafrontClient, kind: str
+) -> None:
     """Questions to it are sent unchanged: only its worker knows how the prompt was prefilled."""
     *_, made = client.prefill(PROMPT, **EXACT.get(kind, SPARSE))
     assert isinstance(made, PrefillFinished)

@@ -72,7 +72,7 @@ def test_report_after_a_resume_counts_each_chunk_once(
     nothing_left(house)
 
 
-def test_kv_that_did_not_arrive_is_prefilled_again(house: House, client: DeltafrontClient) -> None:
+def test_resume_prefills_kv_again_that_had_not_arrived(house: House, client: DeltafrontClient) -> None:
     """The reported progress does not decrease."""
     _, spare = dying_and_spare(house, 5)
     house.decode.arrived = 300
@@ -84,7 +84,9 @@ def test_kv_that_did_not_arrive_is_prefilled_again(house: House, client: Deltafr
     assert counter(house, "deltafront_handoff_bytes_total") == 100 * TOTAL
 
 
-def test_only_group_resumes_its_own_prompt(house: House, client: DeltafrontClient) -> None:
+def test_group_resumes_its_own_prompt_if_there_is_no_other_group(
+    house: House, client: DeltafrontClient
+) -> None:
     house.group.fail_after = [4]
     text, *_ = collect(client.generate(PROMPT, max_tokens=5))
     assert text == expected(ids(PROMPT), 5)

@@ -123,7 +123,7 @@ def test_question_on_a_session_is_prefilled_densely(stack: LayerStack, blocks: i
     assert answer.density > reader.read(document, SPARSE, 256).density
 
 
-def test_recall_is_the_share_of_fact_blocks_that_recompute_chooses(stack: LayerStack) -> None:
+def test_recall_is_the_share_of_fact_blocks_chosen_for_recompute(stack: LayerStack) -> None:
     words = [f"w{n}" for n in range(150)]
     tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

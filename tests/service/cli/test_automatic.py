@@ -69,7 +69,7 @@ def test_error_says_how_many_gpus_the_model_would_need() -> None:
         ({"stages": 3, "tensor_parallel": 1}, {"stages": 3, "tensor_parallel": 1}),
     ],
 )
-def test_flags_override_the_choice(wishes: dict[str, Any], keys: dict[str, int]) -> None:
+def test_flags_override_the_automatic_plan(wishes: dict[str, Any], keys: dict[str, int]) -> None:
     content = choose(EIGHT, "here", machine(4), Wishes(**wishes)).content
     found = {"stages": content["prefill"]["stages"], "tensor_parallel": content["decode"]["tensor_parallel"]}
     assert found == keys
@@ -84,7 +84,7 @@ def test_serves_on_cpus_on_request(wishes: dict[str, Any]) -> None:
     assert settings.prefill.cache_tokens == CPU_TOKENS
 
 
-def test_says_why_it_falls_back_to_cpus() -> None:
+def test_serve_says_why_it_falls_back_to_cpus() -> None:
     choice = choose(EIGHT, "here", machine(0), Wishes(max_model_len=1000))
     assert choice.lines == ("CPUs, there is no NVIDIA driver", "1,000 tokens of prompt and answer")
     assert parse(choice.content, "--model").prefill.cache_tokens == 1008

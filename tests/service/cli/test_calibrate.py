@@ -150,7 +150,7 @@ def test_layer_search_minimises_the_divergence_of_answers(model: Path, tmp_path:
     assert failed.exit_code == 1 and "needs questions" in failed.stderr
 
 
-def test_adding_levels_keeps_the_rest_of_the_profile(model: Path, tmp_path: Path) -> None:
+def test_calibrate_add_keeps_the_rest_of_the_profile(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     (tmp_path / "two.txt").write_text(PROSE[::-1])
     path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "xattention")
@@ -186,7 +186,7 @@ def test_adding_levels_keeps_the_rest_of_the_profile(model: Path, tmp_path: Path
     assert nothing.exit_code == 1 and "none.json': `deltafront calibrate" in nothing.stderr
 
 
-def test_adding_a_shorter_length_equals_calibrating_both_in_one_run(model: Path, tmp_path: Path) -> None:
+def test_calibrate_add_of_a_length_equals_one_run_with_both_lengths(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "xattention")
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)

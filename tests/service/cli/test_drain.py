@@ -62,7 +62,7 @@ def test_drain_ends_at_the_deadline_and_not_before() -> None:
     assert head.now == 60
 
 
-def test_an_empty_node_is_drained_at_once() -> None:
+def test_drain_returns_at_once_from_an_empty_node() -> None:
     head = FakeHead([])
     assert run(head, "b") == ([], [])
     assert head.asked == [("b", 60)]

@@ -50,7 +50,7 @@ def expected(config: Path) -> TilesRead:
     return tiles_read(ModelSpec(path=path, dtype="float32"), IDS, spec, 256)
 
 
-def test_the_terminal_shows_every_layer_and_head(config: Path) -> None:
+def test_picture_in_the_terminal_shows_every_layer_and_head(config: Path) -> None:
     done = picture(config, *OPTIONS)
     assert done.exit_code == 0, done.output
     title, *lines = done.stdout.splitlines()
@@ -62,7 +62,7 @@ def test_the_terminal_shows_every_layer_and_head(config: Path) -> None:
     assert all(row.count("▓▓") + row.count("██") == HEADS for row in rows), rows
 
 
-def test_an_image_has_a_map_for_every_head(config: Path, tmp_path: Path) -> None:
+def test_picture_file_has_a_tile_map_for_every_head(config: Path, tmp_path: Path) -> None:
     done = picture(config, *OPTIONS, "--png", tmp_path / "tiles.png")
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'tiles.png'}\n"), done.output
     image = np.asarray(Image.open(tmp_path / "tiles.png"))
@@ -120,7 +120,7 @@ def test_picture_asks_a_server_with_the_same_options(config: Path, house: House)
         (["--ask", "--address", "127.0.0.1:1"], "is a server running at 127.0.0.1:1?"),
     ],
 )
-def test_an_error_is_one_line(config: Path, arguments: list[str], says: str) -> None:
+def test_picture_command_prints_errors_in_one_line(config: Path, arguments: list[str], says: str) -> None:
     done = picture(config, *arguments)
     assert done.exit_code == 1
     assert says in done.stderr

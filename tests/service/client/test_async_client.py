@@ -36,7 +36,7 @@ async def gather(events: AsyncIterator[Any]) -> list[Any]:
         return [event async for event in events]
 
 
-async def test_answers_as_the_synchronous_client_does(client: AsyncDeltafrontClient) -> None:
+async def test_async_client_gets_the_answer_of_the_synchronous_client(client: AsyncDeltafrontClient) -> None:
     text, tokens, finish, progress = collect(await gather(client.generate("ABC", max_tokens=9, stop="zz")))
     assert text == expected(ids("ABC"), 9)
     assert (len(tokens), finish.reason, bool(progress)) == (9, "length", True)
@@ -54,7 +54,7 @@ async def test_keeps_a_session_answers_a_question_and_releases_it(client: AsyncD
 
 
 @pytest.mark.parametrize("events", [0, 2, 9])
-async def test_resumes_where_the_answer_stopped(
+async def test_async_client_resumes_an_answer_where_it_stopped(
     house: House, client: AsyncDeltafrontClient, events: int
 ) -> None:
     house.losses = [(events, grpc.StatusCode.UNAVAILABLE), (2, grpc.StatusCode.CANCELLED)]
@@ -109,7 +109,7 @@ async def test_info_describes_the_server_and_cancel_takes_an_id(client: AsyncDel
     assert await client.cancel("no such request") == 0
 
 
-async def test_names_an_argument_that_does_not_exist(client: AsyncDeltafrontClient) -> None:
+async def test_async_client_names_an_unknown_argument(client: AsyncDeltafrontClient) -> None:
     with pytest.raises(TypeError, match=r"unexpected argument 'max_token'; known: .*max_tokens"):
         client.generate("a", max_token=3)  # type: ignore[call-arg]
     with pytest.raises(InvalidArgument, match="page_selection"):

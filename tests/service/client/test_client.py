@@ -59,7 +59,7 @@ def test_error_names_the_field_of_an_invalid_prompt(client: DeltafrontClient, pr
         list(client.generate("a", append=prompt))
 
 
-def test_takes_one_stop_string_without_a_list(client: DeltafrontClient) -> None:
+def test_stop_may_be_one_string_instead_of_a_list(client: DeltafrontClient) -> None:
     answer = expected(ids("ABC"), 12)
     never = answer[5] + answer[4]  # both letters are in the answer, but not this string
     assert never not in answer
@@ -130,7 +130,7 @@ def test_error_says_that_only_one_side_uses_tls(house: House, tmp_path: Path) ->
         *(({"timeout_s": seconds}, "deadline: must be finite") for seconds in (INF, NAN, 1e12)),
     ],
 )
-def test_names_the_argument_that_a_message_cannot_hold(wish: dict[str, Any], says: str) -> None:
+def test_error_names_the_argument_that_does_not_fit_protobuf(wish: dict[str, Any], says: str) -> None:
     """The client refuses before it connects: no server listens at the address."""
     with (
         DeltafrontClient("127.0.0.1:1", retry_s=0) as client,

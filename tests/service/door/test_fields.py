@@ -43,7 +43,7 @@ def test_counts_the_fields_of_any_valid_request(request: GenerateRequest) -> Non
 
 
 @given(st.binary(max_size=60))
-def test_counts_fields_of_any_bytes_that_protobuf_parses(data: bytes) -> None:
+def test_field_count_accepts_all_bytes_that_protobuf_parses(data: bytes) -> None:
     kind = pb.GenerateRequest
     try:
         kind.FromString(data)
@@ -52,14 +52,14 @@ def test_counts_fields_of_any_bytes_that_protobuf_parses(data: bytes) -> None:
     has_more_fields(data, kind.DESCRIPTOR, 1000)
 
 
-def test_counting_fields_stops_at_the_limit() -> None:
+def test_field_count_stops_at_its_limit() -> None:
     one = pb.Prompt(messages=pb.ChatMessages(messages=[pb.ChatMessage()])).SerializeToString()
     data = pb.GenerateRequest(prompt=pb.Prompt.FromString(one * 1_000_000)).SerializeToString()
     assert has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, 1000)
 
 
 @pytest.mark.parametrize("data", [b"\x0a\x05a", b"\x80", b"\x0f", b"\xff" * 11])
-def test_refuses_bytes_that_are_not_a_message(data: bytes) -> None:
+def test_field_count_refuses_bytes_that_are_not_a_message(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"longer|end|wire type"):
         has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, 1000)
 

@@ -180,7 +180,7 @@ async def test_concurrent_lookups_of_a_lost_worker_share_one_search(
     assert looks == 1
 
 
-async def test_worker_found_during_a_poll_is_kept() -> None:
+async def test_poll_does_not_drop_a_worker_discovered_meanwhile() -> None:
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     directory = LocalDirectory([], [decode])
     fleet = Fleet(directory, lambda _view: None)

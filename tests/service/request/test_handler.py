@@ -47,7 +47,7 @@ def test_handler_yields_plain_events(house: House) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_refuses_values_that_grpc_cannot_express(house: House, name: str) -> None:
+def test_handler_refuses_wrong_values_that_protobuf_cannot_express(house: House, name: str) -> None:
     request, says = WRONG[name]
     with pytest.raises(DeltafrontError, match=says) as caught:
         house.loop.run(_events(house, lambda: request))

@@ -47,7 +47,7 @@ def _totals(curves: list[list[Point]], chosen: list[float]) -> tuple[float, floa
     return sum(point[0] for point in points), sum(point[1] for point in points)
 
 
-def test_lower_hull_drops_points_above_it() -> None:
+def test_allocation_considers_only_the_lower_convex_hull() -> None:
     points = [(0.1, 1.0, 0.0), (0.2, 0.9, 0.1), (0.3, 0.4, 0.2), (0.5, 0.5, 0.3), (0.9, 0.0, 0.4)]
     assert lower_hull(points) == [(0.1, 1.0, 0.0), (0.3, 0.4, 0.2), (0.9, 0.0, 0.4)]
 

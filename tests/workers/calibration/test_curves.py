@@ -23,7 +23,7 @@ QUOTAS = (0.0, 0.5, 1.0)
 SELECTOR = AntidiagonalSelector(AntidiagonalOptions(tau=0.5, outside=True))
 
 
-def test_errors_and_densities_equal_those_of_masked_attention(
+def test_calibration_curves_equal_those_of_masked_attention(
     tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(made, "sampled_blocks", lambda count: [2, count - 1])

@@ -86,7 +86,7 @@ def plain(
 
 
 @pytest.mark.parametrize("dense_layers", [2, 3, 4])
-def test_found_delta_layers_are_a_local_optimum(tiny_stack: Any, dense_layers: int) -> None:
+def test_delta_layer_search_finds_a_local_optimum(tiny_stack: Any, dense_layers: int) -> None:
     texts = [DecodedRows(tiny_stack, text(seed)) for seed in (3, 4)]
     layers = len(tiny_stack.layers)
     loss = torch.rand(layers, layers, generator=torch.Generator().manual_seed(5)).double()
@@ -102,7 +102,7 @@ def test_found_delta_layers_are_a_local_optimum(tiny_stack: Any, dense_layers: i
     assert cost <= min(map(mean, near)) + 1e-9
 
 
-def test_refine_replaces_the_delta_layers_by_searched_ones(tiny_stack: Any) -> None:
+def test_calibrate_replaces_the_delta_layers_by_searched_ones(tiny_stack: Any) -> None:
     texts, told = [text(6)], list[str]()
     found = calibrate(tiny_stack, texts, 1, budget=BUDGET, recency=RECENCY, full_layers=())
     better = refine(

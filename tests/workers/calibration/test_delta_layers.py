@@ -40,7 +40,7 @@ def test_attention_maps_equal_transformers(tiny_llama: Path, tiny_stack: Any) ->
     assert_rows_close(found, expected[:, positions])
 
 
-def test_losses_equal_the_mass_lost_with_another_layers_pages() -> None:
+def test_delta_layer_loss_is_the_mass_lost_with_its_selected_pages() -> None:
     draw = torch.Generator().manual_seed(3)
     positions = [79, 90, 149]
     maps = torch.rand(3, 3, 150, generator=draw) ** 4
@@ -100,7 +100,7 @@ def test_calibrate_equals_its_steps_one_by_one(tiny_stack: Any) -> None:
     assert calibrate(tiny_stack, [Document(IDS, [])], 2, budget=4, recency=2).delta_layers == expected
 
 
-def test_losses_count_only_rows_that_predict_an_answer_token(tiny_stack: Any) -> None:
+def test_delta_layer_losses_count_only_rows_predicting_answer_tokens(tiny_stack: Any) -> None:
     questions = [Question("a", (7, 8, 9), (10, 11)), Question("b", (12,), (13,))]
     found = calibrate(tiny_stack, [Document(IDS, questions)], 2, budget=4, recency=2)
     whole = [*IDS, 7, 8, 9, 10, 11, 12, 13]

@@ -60,7 +60,7 @@ async def test_greedy_tokens_equal_transformers_with_and_without_batching(
     assert run.used == 0
 
 
-async def test_requests_waiting_only_for_a_batch_slot_count_as_decoding(bench: Any) -> None:
+async def test_requests_with_all_kv_count_as_decoding_without_a_batch_slot(bench: Any) -> None:
     """Requests whose KV has not arrived count as waiting."""
     run = await bench(max_batch=1)
     await run.reserve("unread", 16, 1)

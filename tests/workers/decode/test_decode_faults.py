@@ -236,7 +236,7 @@ async def test_session_is_kept_only_if_the_api_server_got_the_last_event(bench: 
     assert (await run.engine.stats()).sessions == 1
 
 
-async def test_stats_count_each_owners_tokens_by_api_server(bench: Any) -> None:
+async def test_worker_stats_count_each_owners_tokens_by_api_server(bench: Any) -> None:
     run = await bench()
     await run.ask("kept", ids_of(40), SHORT, keep_tokens=30, keep_ttl_s=60.0)
     await run.engine.renew(["kept"])
@@ -257,7 +257,7 @@ async def test_stats_count_each_owners_tokens_by_api_server(bench: Any) -> None:
     assert (await run.engine.stats()).uses == (OwnerUse(owner="me", door="", requests=0, tokens=30),)
 
 
-async def test_session_of_a_running_request_counts_once_per_owner(bench: Any) -> None:
+async def test_session_and_its_running_request_count_shared_tokens_once(bench: Any) -> None:
     """While its answer streams, the request and its session have the same pages."""
     run = await bench()
     ids = ids_of(40)

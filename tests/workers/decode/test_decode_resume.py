@@ -222,7 +222,7 @@ async def test_only_a_prompt_in_prefill_can_be_resumed(bench: Callable[..., Any]
     await run.engine.cancel("more")
 
 
-async def test_fetched_kv_equals_the_kv_that_arrived(bench: Callable[..., Any]) -> None:
+async def test_stage_fetches_the_kv_that_arrived_at_the_decode_worker(bench: Callable[..., Any]) -> None:
     run = await bench()
     prompt = run.prefill(IDS)
     await run.reserve("a", len(IDS), 8)

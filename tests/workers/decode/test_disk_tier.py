@@ -61,7 +61,7 @@ def started(bench: Any, tmp_path: Path) -> Any:
     return start
 
 
-async def test_later_worker_answers_from_kv_on_disk(started: Any, expected: Expected) -> None:
+async def test_restarted_decode_worker_answers_from_kv_on_disk(started: Any, expected: Expected) -> None:
     first = await started()
     await read(first, "first", DOCUMENT)
     await saved(first)

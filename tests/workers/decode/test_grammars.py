@@ -126,7 +126,7 @@ async def test_wrong_grammar_fails_only_its_request(bench: Any, grammars: Gramma
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-async def test_answer_fails_rather_than_use_a_token_without_a_mask(
+async def test_answer_fails_if_its_grammar_mask_cannot_be_computed(
     bench: Any, grammars: Grammars, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     run, masks, mask = await bench(grammars=grammars, looks_ahead=ahead), [], GrammarState.mask

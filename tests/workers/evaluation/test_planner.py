@@ -181,7 +181,7 @@ def test_drops_a_setting_that_computes_as_much_as_dense() -> None:
     assert found({Trial(GOOD): row(0, 200, 1.2)}).setting is None
 
 
-def test_names_the_setting_whose_interval_begins_highest() -> None:
+def test_names_the_setting_with_the_highest_lower_bound() -> None:
     rows = {Trial(GOOD): row(0, 20, 0.2), Trial(BAD): row(9, 20, 0.1), Trial(DENSE): row(0, 99, 1.0)}
     assert nearest(rows) is rows[Trial(GOOD)]
     assert nearest({Trial(GOOD): row(0, 2, 0.2)}) is None

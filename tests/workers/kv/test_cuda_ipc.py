@@ -23,7 +23,7 @@ from .export_bench import DIM, HEADS, Bench, ByCudaIpc
 CONFIG = HandoffConfig(transport="cuda_ipc")
 
 
-async def test_kv_copied_after_its_lease_ended_is_discarded() -> None:
+async def test_kv_copied_by_cuda_ipc_after_its_lease_ended_is_discarded() -> None:
     """The stage may have given the page to another request meanwhile."""
     bench = Bench(ByCudaIpc(), lease_s=30.0)
     bench.announce(range(4), 0, 32)
@@ -70,7 +70,7 @@ def test_cuda_ipc_refuses_a_cpu() -> None:
     assert home() == home() and "pid:" in home()
 
 
-async def test_notices_the_end_of_a_process() -> None:
+async def test_decode_worker_notices_the_end_of_a_stages_process() -> None:
     """Covers a child process, and a process that has already ended."""
     memory = CudaPeerMemory.__new__(CudaPeerMemory)
     child = await asyncio.create_subprocess_exec("sleep", "60")

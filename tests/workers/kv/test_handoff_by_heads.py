@@ -84,7 +84,9 @@ def ragged(draw: random.Random, tokens: int) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("int8", [False, True])
-async def test_each_rank_receives_only_its_heads(transport: str, ranks: int, seed: int, int8: bool) -> None:
+async def test_each_rank_receives_only_the_kv_of_its_heads(
+    transport: str, ranks: int, seed: int, int8: bool
+) -> None:
     """Two stages send ragged chunks into scattered pages. All ranks together transfer as many bytes as one
     rank would. KV that was not handed over stays poisoned. A stage that fetches the KV gets it unchanged."""
     draw = random.Random(seed)

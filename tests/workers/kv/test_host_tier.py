@@ -197,7 +197,7 @@ async def test_concurrent_copies_take_turns() -> None:
         assert moves == [("a", 0), ("z", 0), ("z", 1), ("z", 2), ("a", 1), ("a", 2)]
 
 
-async def test_blocks_evicted_before_their_copy_are_not_found() -> None:
+async def test_blocks_evicted_before_their_copy_to_host_are_cache_misses() -> None:
     run = Setup(pages=6, slots=20)
     assert await run.read("abcd")
     assert await run.read("wxyz")
@@ -205,7 +205,7 @@ async def test_blocks_evicted_before_their_copy_are_not_found() -> None:
     assert run.found("abcd") == (1, 0) and run.host.too_late == 3
 
 
-async def test_page_written_during_its_copy_is_not_found() -> None:
+async def test_page_reused_during_its_copy_to_host_is_a_cache_miss() -> None:
     run = Setup(pages=6, slots=20)
     assert await run.read("abcd")
     run.may_move.clear()

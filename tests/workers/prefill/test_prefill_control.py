@@ -40,7 +40,7 @@ from .fake_stages import (
 
 
 @timeless
-async def test_prompt_yields_its_chunks_and_then_a_report() -> None:
+async def test_prefill_reports_each_chunk_and_then_a_summary() -> None:
     controller, fakes = make()
     events = await collect(controller, job("a", 300))
     assert [(event.tokens_done, event.tokens_total) for event in events[:3]] == [
@@ -102,7 +102,9 @@ async def test_cuts_prompts_as_planned_if_chunk_costs_are_known() -> None:
 
 
 @timeless
-async def test_request_ages_only_while_none_of_its_chunks_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_gains_priority_only_while_none_of_its_chunks_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Both prompts have the same length. The overtaken one has earned its turn."""
     monkeypatch.setattr(schedule, "AGEING", 1e6)
     config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=4096)

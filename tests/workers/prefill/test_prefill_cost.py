@@ -41,7 +41,7 @@ def prompt(chance: random.Random) -> tuple[int, int]:
     return (tokens // 2 if chance.random() < 0.3 else 0), tokens
 
 
-def test_predicted_seconds_are_within_15_percent_at_p90() -> None:
+def test_predicted_prefill_times_are_within_15_percent_at_p90() -> None:
     for seed in range(3):
         chance, fit = random.Random(seed), CostFit(CHUNK)
         errors = []
@@ -63,7 +63,7 @@ def test_group_that_becomes_slower_is_predicted_slower() -> None:
     assert abs(fit.cost.seconds(0, 65_536) / slow.seconds(0, 65_536) - 1) < 0.15
 
 
-def test_one_chunk_that_compiles_changes_little() -> None:
+def test_cost_model_changes_little_after_a_chunk_that_compiles() -> None:
     chance, fit = random.Random(0), CostFit(CHUNK)
     for _ in range(30):
         read(fit, chance, *prompt(chance))
@@ -72,7 +72,7 @@ def test_one_chunk_that_compiles_changes_little() -> None:
     assert fit.cost.seconds(0, 32_768) < 1.2 * before
 
 
-def test_no_part_of_a_cost_is_negative() -> None:
+def test_cost_model_has_no_negative_coefficient() -> None:
     fit = CostFit(CHUNK)
     assert fit.cost.seconds(0, 1000) == 0.0
     for start, seconds in ((0, 1.0), (8192, 0.8), (16_384, 0.6)):

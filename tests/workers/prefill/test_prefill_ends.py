@@ -166,7 +166,7 @@ async def test_stopping_group_waits_for_its_stages_answers() -> None:
 
 
 @timeless
-async def test_check_notices_a_stage_that_died_while_idle() -> None:
+async def test_health_check_notices_a_stage_that_died_while_idle() -> None:
     controller, fakes = make()
     assert await controller.check() == ""
 

@@ -108,7 +108,7 @@ async def assert_whole(sink: Collector, name: str, model: ModelSpec, ids: bytes,
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [128, 384])
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
-async def test_logits_and_kv_equal_the_whole_prompt(
+async def test_logits_and_kv_in_chunks_equal_those_of_the_whole_prompt(
     model: ModelSpec, stages: int, chunk: int, method: MethodSpec
 ) -> None:
     ids, sink = random_ids(500), Collector()

@@ -71,7 +71,7 @@ async def test_stage_hung_in_the_very_first_chunk_is_noticed_within_5_s(stuck: i
 
 @pytest.mark.parametrize("alive_s", [0.5, 30.0, 31.4, 100.0])
 @timeless
-async def test_stage_that_hangs_after_a_sign_of_life_is_noticed(alive_s: float) -> None:
+async def test_notices_a_stage_that_hangs_after_answering_a_check(alive_s: float) -> None:
     """For example, it compiles and then hangs."""
     controller, fakes = slow(2, 0.5, stream_lease_s=1e6)
     stream, loop = controller.prefill(job("a", 512)), asyncio.get_running_loop()
@@ -88,7 +88,7 @@ async def test_stage_that_hangs_after_a_sign_of_life_is_noticed(alive_s: float) 
 
 
 @timeless
-async def test_slow_chunk_that_gives_signs_of_life_is_not_a_hang() -> None:
+async def test_stage_that_answers_checks_in_a_slow_chunk_is_not_hung() -> None:
     """First a compiler, then a decode worker makes the chunk slow."""
     controller, fakes = slow(2, 200.0, stream_lease_s=1e6)
     stream = controller.prefill(job("a", 384))
@@ -165,7 +165,7 @@ async def test_controller_that_was_suspended_does_not_blame_the_stages() -> None
 
 
 @timeless
-async def test_controller_suspended_during_a_pulse_blames_no_stage() -> None:
+async def test_controller_suspended_during_a_stage_check_blames_no_stage() -> None:
     alive = asyncio.Event()
 
     async def pulse(_stage: int) -> None:

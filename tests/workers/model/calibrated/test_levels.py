@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("profiled"))
 
 
-def test_shaping_options_are_the_options_that_change_scores() -> None:
+def test_level_is_keyed_by_the_options_that_change_tile_scores() -> None:
     spec = method_spec("dpxa+delta", {"tau": 0.3, "density": 0.08, "cos": 0.5, "gamma": 32})
     assert shaping_options(spec).keys() == {
         "cos", "centred", "q_anchors", "k_anchors", "sink", "window",
@@ -59,7 +59,7 @@ def test_interpolates_thresholds_between_two_densities(model: Path) -> None:
 
 
 @given(lengths=st.lists(counts, min_size=1, max_size=5, unique=True), tokens=counts)
-def test_the_nearest_level_has_the_smallest_ratio_of_lengths(lengths: list[int], tokens: int) -> None:
+def test_nearest_calibrated_length_has_the_smallest_length_ratio(lengths: list[int], tokens: int) -> None:
     found = nearest([Level(density=1, tokens=one, share=1, amounts=()) for one in lengths], tokens).tokens
     assert found in lengths
     ratio = max(found, tokens) / min(found, tokens)

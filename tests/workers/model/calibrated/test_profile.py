@@ -83,7 +83,7 @@ def test_reads_back_a_written_profile(profile: Profile, tmp_path_factory: pytest
     assert Profile.read(path) == profile
 
 
-def test_writes_each_row_of_numbers_on_one_line(model: Path, tmp_path: Path) -> None:
+def test_profile_file_has_each_row_of_numbers_on_one_line(model: Path, tmp_path: Path) -> None:
     figures = {"a table": [[0.5, -1e-9], [1, 2]], "not numbers": "[1,\n  2]"}
     path = write_profile(model, tmp_path / "profile.json", figures=figures)
     assert Profile.read(path).figures == figures
