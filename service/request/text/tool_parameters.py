@@ -30,6 +30,18 @@ class ParameterFormat:
         before, after = (re.escape(part) for part in self.key.split("KEY"))
         return re.compile(f"{before}(.+?){after}")
 
+    @cached_property
+    def _string_or_end(self) -> re.Pattern[str]:
+        return re.compile(rf'"(?:[^"\\]++|\\.)*+"?|{re.escape(self.end)}', re.DOTALL)
+
+    def find_end(self, text: str, in_json: bool) -> int:
+        """Return where a value ends; -1 if it goes on. A string in JSON may spell the end."""
+        at = text.find(self.end)
+        if at < 0 or not in_json:
+            return at
+        found = self._string_or_end.finditer(text)
+        return next((match.start() for match in found if match.group() == self.end), -1)
+
 
 def parameter_rules(
     form: ParameterFormat, name: str, schema: Schema, options: Schema, words: Callable[[str], str]
@@ -129,10 +141,10 @@ class ParameterReader:
 
     def _go_on(self, key: str, text: str) -> tuple[str, int] | None:
         schema = self._properties.get(key)
-        value, end, _ = text.partition(self._form.end)
-        if end:
+        at = self._form.find_end(text, in_json=not _is_text(schema))
+        if at >= 0:
             self._key = None
-            return self._last(value, schema), len(value) + len(end)
+            return self._last(text[:at], schema), at + len(self._form.end)
         ready = len(text) - overlap(text, self._form.end)
         if not ready or not _is_text(schema) or _may_be_null(schema):
             return None

@@ -219,6 +219,17 @@ def test_grammar_permits_no_tool_parameters_outside_the_schema(
 
 
 @BY_PARAMETERS
+def test_string_in_a_json_parameter_may_spell_the_closing_mark(form: ToolFormat) -> None:
+    end = form.parameters.end.strip() if form.parameters is not None else ""
+    given = {"a": {"x": f'{end} "{end}\\', "y": [end]}, "b": 3}
+    schema = {"type": "object", "properties": {"a": {"type": "object"}, "b": {"type": "integer"}}}
+    text = rendered(form, "f", given)
+    for cuts in ([], [*range(len(text))]):
+        _said, ((_name, arguments),) = read(form, text, cuts, [{"name": "f", "parameters": schema}])
+        assert json.loads(arguments) == given
+
+
+@BY_PARAMETERS
 def test_grammar_constrains_parameters_between_special_tokens(tmp_path: Path, form: ToolFormat) -> None:
     tokenizer = Tokenizer.from_file(str(write_model(tmp_path) / "tokenizer.json"))
     tokenizer.add_special_tokens([*MARKS])
