@@ -361,7 +361,7 @@ class DecodeRunner:
 
 
 def _most_top(rows: Sequence[Row]) -> int:
-    return max(row.sampling.top_logprobs for row in rows)
+    return max((row.sampling.top_logprobs for row in rows), default=0)
 
 
 def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
