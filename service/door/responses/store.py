@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from deltafront.service.door.json_body import NamedNotFound
@@ -55,8 +55,17 @@ class StoredResponse:
     response: Mapping[str, Any] | None = None
 
 
+@dataclass
+class _Owned:
+    """What a caller has in a store: its responses, the oldest first, and their bytes."""
+
+    ids: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    size: int = 0
+
+
 class ResponseStore:
-    """Stores conversations of at most `max_bytes` in all, and evicts the oldest first. Thread-safe.
+    """Stores conversations of at most `max_bytes` in all. Evicts the oldest of the caller who has the most.
+    Thread-safe.
 
     A conversation is stored before its answer begins, so that running requests count, too.
     """
@@ -65,6 +74,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._clock = clock
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._owners: dict[str, _Owned] = {}
         self._lock = threading.Lock()
         self.size = 0
 
@@ -74,9 +84,10 @@ class ResponseStore:
         with self._lock:
             if size > self._max_bytes:
                 return False
-            self._entries[response_id] = StoredResponse(owner, messages, self._clock() + KEPT_S, size)
-            self.size += size
-            self._evict()
+            entry = StoredResponse(owner, messages, self._clock() + KEPT_S, 0)
+            self._entries[response_id] = entry
+            self._owners.setdefault(owner, _Owned()).ids[response_id] = None
+            self._grow(entry, size)
         return True
 
     def complete(self, response_id: str, response: Mapping[str, Any], messages: Sequence[Message]) -> None:
@@ -85,9 +96,7 @@ class ResponseStore:
         with self._lock:
             if (entry := self._entries.get(response_id)) is not None:
                 entry.response, entry.messages = response, [*entry.messages, *messages]
-                entry.size += size
-                self.size += size
-                self._evict()
+                self._grow(entry, size)
 
     def get(self, response_id: str, owner: str) -> StoredResponse:
         """Return a complete response of this caller. Raises UnknownResponse."""
@@ -110,18 +119,33 @@ class ResponseStore:
 
     def drop(self, response_id: str) -> None:
         with self._lock:
-            entry = self._entries.pop(response_id, None)
-            self.size -= 0 if entry is None else entry.size
+            self._remove(response_id)
+
+    def _grow(self, entry: StoredResponse, size: int) -> None:
+        entry.size += size
+        self._owners[entry.owner].size += size
+        self.size += size
+        self._evict()
+
+    def _remove(self, response_id: str) -> None:
+        entry = self._entries.pop(response_id, None)
+        if entry is None:
+            return
+        owned = self._owners[entry.owner]
+        del owned.ids[response_id]
+        owned.size -= entry.size
+        self.size -= entry.size
+        if not owned.ids:
+            del self._owners[entry.owner]
 
     def _evict(self) -> None:
         """Evict conversations that are too old or exceed the bound."""
         now = self._clock()
-        while self._entries:
-            first = next(iter(self._entries.values()))
-            if self.size <= self._max_bytes and first.expires > now:
-                break
-            self._entries.popitem(last=False)
-            self.size -= first.size
+        while self._entries and next(iter(self._entries.values())).expires <= now:
+            self._remove(next(iter(self._entries)))
+        while self.size > self._max_bytes:
+            largest = max(self._owners.values(), key=lambda owned: owned.size)
+            self._remove(next(iter(largest.ids)))
 
 
 def size_of(value: object) -> int:

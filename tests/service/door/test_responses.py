@@ -293,6 +293,22 @@ def test_unfinished_response_takes_store_bytes_but_is_not_found() -> None:
     assert has(store, 2)
 
 
+def test_caller_evicts_its_own_responses_before_those_of_others() -> None:
+    said = [{"role": "user", "content": "x" * 1000}]
+    store = ResponseStore(10 * size_of(said))
+    store.begin("r0", "alpha", said)
+    store.complete("r0", {}, [])
+    for number in range(1, 50):
+        assert store.begin(f"r{number}", "beta", said)
+        store.complete(f"r{number}", {}, [])
+        assert store.size <= 10 * size_of(said)
+    assert store.get("r0", "alpha")
+    assert store.get("r49", "beta")
+    for number in range(50):
+        store.drop(f"r{number}")
+    assert store.size == 0 and not store._owners
+
+
 def test_client_that_leaves_takes_its_conversation_along(
     house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
