@@ -209,7 +209,7 @@ def test_documents_without_questions_count_only_in_kl() -> None:
     assert tuple(dpxa["ratio_95"]) == bootstrap_ratio([(1, 2), (1, 2)])
 
 
-def test_a_missed_gate_names_case_and_value() -> None:
+def test_failed_accuracy_gate_names_its_case_and_value() -> None:
     found = rows(OUTCOMES, "dense")
     assert missed([parse_gate("dpxa:tau=0.5:exact>=1,kl<=0.5,logp>=-0.1")], found) == []
     assert missed([parse_gate("dpxa:tau=0.5:kl<=0.11,density<=0.3")], found) == [
@@ -224,6 +224,6 @@ def test_a_missed_gate_names_case_and_value() -> None:
 
 
 @pytest.mark.parametrize("given", ["dpxa", "dpxa:", "dpxa:speed>=1", "dpxa:kl<0.1", "kl<=0.1", ":kl<=0.1"])
-def test_refuses_malformed_gates(given: str) -> None:
+def test_refuses_malformed_accuracy_gates(given: str) -> None:
     with pytest.raises(ValueError, match="no gate"):
         parse_gate(given)

@@ -280,7 +280,7 @@ def test_short_context_logits_equal_token_by_token_prefill(
     torch.testing.assert_close(short_A, torch.tensor(expected).double(), atol=1e-4, rtol=1e-4)
 
 
-def test_key_tokens_gain_from_context_and_are_likely_with_it() -> None:
+def test_key_tokens_become_likely_only_with_distant_context() -> None:
     long_A = torch.tensor([-0.5, -0.5, LIKELY - 0.1, -1.9])
     short_A = torch.tensor([-0.5 - GAIN - 0.1, -0.5 - GAIN + 0.1, -9.0, -9.0])
     assert key_tokens(long_A, short_A).tolist() == [True, False, False, True]

@@ -52,7 +52,7 @@ def test_documents_have_the_given_length_and_depend_on_the_seed(task: str) -> No
     assert first.ids != other.ids
 
 
-def test_hides_every_needle_and_asks_for_it() -> None:
+def test_document_contains_every_needle_that_a_question_asks_for() -> None:
     document = made("needles", 1500, 60)
     text = decoded(document.ids)
     assert len({question.about for question in document.questions}) == 60

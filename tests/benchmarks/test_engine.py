@@ -104,7 +104,7 @@ def test_fp8_files_contain_the_quantised_16_bit_weights(tmp_path: Path, shape: M
 
 
 @pytest.mark.parametrize("density", [0.25, 0.6])
-def test_share_option_gives_the_requested_density(density: float) -> None:
+def test_share_option_computes_the_requested_share_of_tiles(density: float) -> None:
     tokens = 8192
     blocks = tokens // 128
     share = dpxa_share(density, tokens)
@@ -206,13 +206,13 @@ def test_asks_for_recomputed_blocks_with_a_question() -> None:
         measure.first_token(client, [1, 2], "dpxa", {}, 0)  # type: ignore[arg-type]
 
 
-def test_sends_no_question_without_recomputed_blocks() -> None:
+def test_benchmark_sends_no_question_without_recomputed_blocks() -> None:
     client = FakeClient(0)
     measure.first_token(client, [1, 2], "dense", {})  # type: ignore[arg-type]
     assert not {"append", "recompute_blocks"} & set(client.asked[0])
 
 
-def test_times_tokens_only_while_all_streams_run() -> None:
+def test_benchmark_times_tokens_only_while_all_streams_run() -> None:
     first, late = [float(n) for n in range(20)], [n + 4.5 for n in range(10)]
     assert measure.spans_together([first]) == [8.0] * 12
     assert measure.spans_together([first, late]) == [8.0] * 3  # from seconds 5, 4.5 and 5.5

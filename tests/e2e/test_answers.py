@@ -150,7 +150,7 @@ def test_second_question_prefills_no_document_token(
     assert first.progress[-1] >= haystack.tokens
 
 
-def test_seeded_sampling_repeats_and_stop_strings_end_it(wire: Wire) -> None:
+def test_seeded_sampling_is_reproducible_and_ends_at_stop_strings(wire: Wire) -> None:
     def run(seed: int) -> Answer:
         sampling = pb.SamplingOptions(temperature=0.9, top_p=0.95, seed=seed, max_tokens=40, ignore_eos=True)
         return wire.generate(pb.GenerateRequest(prompt=text("The whale rose and"), sampling=sampling))

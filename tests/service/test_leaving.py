@@ -114,7 +114,7 @@ def test_disconnect_during_a_reservation_frees_the_pages(
     assert len(house.decode.cancelled) == 1
 
 
-def test_disconnect_while_a_session_is_made_releases_it(
+def test_disconnect_while_a_session_is_created_releases_the_session(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep, gate, kept = house.decode.keep, Gate(), []

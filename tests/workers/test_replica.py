@@ -119,7 +119,7 @@ async def test_late_check_does_not_replace_the_new_head(
     assert built == ["again"]
 
 
-async def test_replica_is_healthy_while_it_replaces_for_a_limited_time(
+async def test_replica_is_healthy_for_a_limited_time_while_replacing_actors(
     killed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()

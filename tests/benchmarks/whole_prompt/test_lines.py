@@ -99,7 +99,7 @@ def test_line_masses_on_the_cpu_equal_the_oracle(tokens: int, queries: int) -> N
 
 
 @pytest.mark.parametrize("tokens", [150, 40])
-def test_single_line_masses_equal_sums_over_pairs(tokens: int) -> None:
+def test_column_and_diagonal_masses_equal_sums_over_all_pairs(tokens: int) -> None:
     mass_BHLS = lines.last_attention(sample(tokens, head_dim=16), 64)
     vertical_BHS, slash_BHS = lines.single_line_masses(mass_BHLS)
     first = tokens - mass_BHLS.shape[2]

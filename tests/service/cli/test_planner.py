@@ -93,7 +93,7 @@ def choices(demand: Demand) -> list[Choice]:
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("gib", [24.0, 78.1, 137.7])
 @pytest.mark.parametrize("model", [SHAPES["8b"], SHAPES["70b"]], ids=["8b", "70b"])
-def test_the_plan_is_the_best_of_all_that_fit(
+def test_planner_chooses_the_best_configuration_that_fits(
     model: ModelConfig, gib: float, gpus: int, tokens: int, concurrency: int, kv_dtype: KVDtype | None
 ) -> None:
     held = {"tokens": tokens, "concurrency": concurrency, "kv_dtype": kv_dtype}
@@ -159,7 +159,7 @@ def test_size_writes_a_configuration_that_serves_the_model(
     assert f"decode.cache_tokens {config.decode.cache_tokens:,}" in done.stdout
 
 
-def test_suggests_int8_kv_if_only_that_fits_and_writes_it_on_request(tmp_path: Path) -> None:
+def test_size_suggests_int8_kv_if_16_bit_kv_does_not_fit(tmp_path: Path) -> None:
     asked = ("size", "8b", "--gpus", "1x40")
     refused = run(*asked)
     assert refused.exit_code == 1
@@ -231,9 +231,7 @@ def test_serve_takes_the_configuration_that_size_writes(public: Public, tmp_path
         assert f"its heads have {model.head_dim} channels, so it is served on CPUs alone" in plain.stderr
 
 
-def test_plans_for_gguf_files_and_hub_ids_as_they_are_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_size_plans_for_gguf_files_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub model's weights are not downloaded."""
     directory, asked = make_tiny_model(tmp_path / "tiny"), []
     for file in directory.glob("*.safetensors"):

@@ -115,7 +115,7 @@ def test_eight_ranks_hold_70b_which_no_single_gpu_does() -> None:
         sizing("70b", model, tokens, 1, 79, ranks=3)
 
 
-def test_more_stages_need_less_memory_each() -> None:
+def test_each_stage_needs_less_memory_with_more_stages() -> None:
     model = SHAPES["70b"]
     stages = [size.stage_bytes(model, n, 131_072, "bfloat16") for n in (1, 2, 4, 8, 16)]
     assert stages == sorted(stages, reverse=True)
@@ -165,7 +165,7 @@ def test_counts_exactly_the_matrices_that_workers_quantise_in_8_bits(
 
 @pytest.mark.parametrize("kind", [None, "fp8"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
-def test_stage_bytes_are_those_of_the_fullest_stage(stages: int, kind: Quantisation | None) -> None:
+def test_size_reports_the_bytes_of_the_fullest_stage(stages: int, kind: Quantisation | None) -> None:
     model, room = SHAPES["8b"], 131_072 * 2
     needs = []
     for stage, share in enumerate(model.split(stages)):

@@ -48,7 +48,7 @@ def test_bos_of_an_echoed_prompt_is_listed_as_a_token_without_text(api: openai.O
     assert (found.logprobs.tokens, found.logprobs.text_offset) == (["<bos>", "a", "b"], [0, 0, 1])
 
 
-def test_streamed_echo_equals_the_whole_one(house: House, api: openai.OpenAI) -> None:
+def test_streamed_echo_equals_the_unstreamed_one(house: House, api: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 3}
     whole = complete(api, "a long prompt", **asked).choices[0]
     chunks = [chunk.choices[0] for chunk in complete(api, "a long prompt", stream=True, **asked)]
@@ -74,7 +74,7 @@ def test_prompt_logprobs_survive_a_worker_failure(house: House, api: openai.Open
         ({"echo": True, "logprobs": 1, "extra_body": {"session_ttl_s": 60}}, "echo"),
     ],
 )
-def test_refuses_echo_where_it_cannot_be_given(api: openai.OpenAI, given: Any, param: str) -> None:
+def test_refuses_unsupported_uses_of_echo_by_field(api: openai.OpenAI, given: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         complete(api, **given)
     assert refused.value.param == param

@@ -124,7 +124,7 @@ def test_answers_the_requests_of_public_benchmarks(house: House, address: str) -
     nothing_left(house)
 
 
-def test_bos_is_added_as_vllm_adds_it(house: House, api: openai.OpenAI) -> None:
+def test_add_special_tokens_adds_bos_as_in_vllm(house: House, api: openai.OpenAI) -> None:
     """By default a text gets a BOS and a rendered chat does not."""
     for ask, told, begins in (
         (complete, None, True), (complete, True, True), (complete, False, False),
@@ -134,7 +134,7 @@ def test_bos_is_added_as_vllm_adds_it(house: House, api: openai.OpenAI) -> None:
         assert (house.group.jobs[-1].token_ids[:4] == (256).to_bytes(4, "little")) == begins
 
 
-def test_rendered_prompt_gets_only_one_bos(model: Path, tmp_path: Path) -> None:
+def test_prompt_rendered_by_a_template_gets_only_one_bos(model: Path, tmp_path: Path) -> None:
     """The tokenizer's post-processor adds BOS, as Llama 3's does, and so does the template."""
     raw = Tokenizer.from_file(str(model / "tokenizer.json"))
     raw.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])

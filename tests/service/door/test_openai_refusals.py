@@ -205,14 +205,14 @@ def test_refuses_max_tokens_that_do_not_fit_and_cuts_default_lengths(
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-def test_refusal_of_a_value_names_all_types_that_the_field_takes(api: openai.OpenAI) -> None:
+def test_error_of_a_wrong_type_names_all_types_of_the_field(api: openai.OpenAI) -> None:
     error = refusal(lambda: chat(api, extra_body={"stop": 7}), openai.BadRequestError)
     assert error["message"] == "stop: must be a valid string or a valid list"
     error = refusal(lambda: chat(api, extra_body={"stop": ["a", None]}), openai.BadRequestError)
     assert error["message"] == "stop[1]: must be a valid string"
 
 
-def test_refusal_of_a_method_names_those_that_are_served(api: openai.OpenAI) -> None:
+def test_error_of_an_unknown_attention_method_names_the_served_ones(api: openai.OpenAI) -> None:
     error = refusal(lambda: chat(api, extra_body={"method": "magic"}), openai.BadRequestError)
     listed = error["message"].partition("known: ")[2].split(", ")
     assert {"dense", "dpxa", "xattention", "X+delta"} <= {*listed}

@@ -163,7 +163,7 @@ def test_outdated_state_of_full_workers_refuses_no_request(
 
 
 @given(needs, groups, workers)
-def test_the_least_loaded_group_is_chosen(
+def test_admission_chooses_the_least_loaded_prefill_group(
     need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
 ) -> None:
     gs = tuple(replace(g, tokens_per_second=100.0, waiting=0) for g in gs)

@@ -209,7 +209,7 @@ async def test_poll_does_not_drop_a_worker_discovered_meanwhile() -> None:
     await fleet.stop()
 
 
-def test_draining_workers_are_the_last_resort_if_all_drain() -> None:
+def test_requests_go_to_draining_workers_only_if_all_drain() -> None:
     group, worker = (
         group_stats(pages_total=9, pages_free=9),
         decode_stats(pages_total=9, pages_free=9),
@@ -271,7 +271,7 @@ async def test_first_door_does_not_wait_for_workers() -> None:
     assert not fleet.view.ready, "it waited for a worker"
 
 
-async def test_session_on_a_draining_worker_is_found() -> None:
+async def test_session_on_a_draining_worker_can_still_be_used() -> None:
     decode = changed(FakeDecode("decode:d0"), draining=True)
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()
@@ -298,7 +298,7 @@ async def test_worker_forgotten_during_a_poll_stays_forgotten() -> None:
     assert set(fleet.view.workers) == {"decode:d0", "decode:d1"}
 
 
-async def test_loading_worker_does_not_delay_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_loads_does_not_delay_discovery_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor can be found by name before its constructor has ended."""
     loading, loaded = FakeDecode("decode:new"), asyncio.Event()
     stats = loading.stats

@@ -97,7 +97,7 @@ async def test_answer_resumes_after_the_tokens_already_generated(
     assert rest.finish.report.append_prefill > 0
 
 
-async def test_lost_kv_fails_the_request_unless_it_is_resumed(bench: Callable[..., Any]) -> None:
+async def test_lost_kv_transfer_fails_the_request_unless_prefill_resumes(bench: Callable[..., Any]) -> None:
     """A stage dies with announced KV: the owner of the arrays is gone."""
     run = await bench()
     prompt = run.prefill(IDS)

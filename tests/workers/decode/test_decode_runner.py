@@ -107,7 +107,7 @@ def churn(runner: DecodeRunner, seed: int, steps: int, after: Callable[[list[int
 
 
 @pytest.mark.parametrize(("seed", "steps"), [(0, 256), (1, 50), (2, 50)])
-def test_batched_requests_get_the_tokens_they_get_alone(
+def test_batched_requests_generate_the_same_tokens_as_alone(
     tiny_stack: LayerStack, seed: int, steps: int
 ) -> None:
     """Padding does not matter: it touches only the scratch page, which no request uses."""

@@ -56,7 +56,7 @@ def test_predicted_time_until_pages_are_free_equals_a_simulation(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 9))), max_size=6))
-def test_shared_page_is_free_when_its_last_user_ends(held: list[tuple[int, set[int]]]) -> None:
+def test_predicts_that_a_shared_page_is_free_after_its_last_request(held: list[tuple[int, set[int]]]) -> None:
     found = dict(page_returns(held))
     for second in range(6):
         back = [

@@ -143,7 +143,7 @@ async def refused(run: Bench) -> Refused:
 
 
 @pytest.mark.parametrize("harm", ["gone", "cut short", "changed", "no file of tensors", *_IN_HEADER])
-async def test_altered_file_is_a_cache_miss(
+async def test_altered_kv_file_is_a_cache_miss(
     started: Any, tmp_path: Path, expected: Expected, harm: str
 ) -> None:
     first = await started()
@@ -187,7 +187,7 @@ async def test_retained_prompt_stays_on_disk_for_other_workers(started: Any, tmp
     assert [await found(fresh, prompt(GROUP + 20, seed=seed)) for seed in (0, 2)] == [GROUP, 0]
 
 
-async def test_full_disk_does_not_fail_requests(
+async def test_full_disk_of_the_kv_store_does_not_fail_requests(
     started: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await started()

@@ -108,7 +108,7 @@ async def test_resumed_answer_continues_its_grammar(bench: Any, grammars: Gramma
     assert whole.ids[:cut] + (await run.collect(job)).ids == whole.ids
 
 
-async def test_answer_ends_where_its_grammar_ends(bench: Any, grammars: Grammars) -> None:
+async def test_answer_ends_when_its_grammar_is_complete(bench: Any, grammars: Grammars) -> None:
     """The answer ends there even if the request ignores end-of-sequence tokens."""
     run = await bench(grammars=grammars)
     ignoring = Sampling(max_tokens=50, ignore_eos=True)

@@ -147,7 +147,7 @@ async def test_kv_copied_after_its_pages_were_reused_is_discarded(way: Way) -> N
 PAGE = {"a": 1, "b": 2}
 
 
-def test_page_is_never_freed_while_it_may_be_copied(way: Way) -> None:
+def test_page_is_never_freed_while_a_decode_worker_may_copy_it(way: Way) -> None:
     """Announcements, answers, failures and time come in any order. Pages stay in use while an answer is
     missing."""
     for seed in range(60):
@@ -184,7 +184,7 @@ def failed(bench: Bench, name: str) -> bool:
     return False
 
 
-def test_pages_stay_in_use_until_the_sending_thread_announces_them(way: Way) -> None:
+def test_pages_stay_allocated_until_their_announcement_is_sent(way: Way) -> None:
     bench = Bench(way)
     background = MessageSender(bench.exporter, bench.outbox, background=True)
     stream = background.open(Destination(request_id="r", decode_worker="decode:x", pages=(1,)))

@@ -163,7 +163,7 @@ async def test_two_requests_for_the_same_pages_wait_for_one_copy() -> None:
 
 
 @pytest.mark.usefixtures("layer_by_layer")
-async def test_copy_continues_for_a_waiting_request_if_its_starter_ends() -> None:
+async def test_host_copy_continues_for_waiting_requests_if_its_starter_ends() -> None:
     async with Setup(pages=20, slots=20) as run:
         await pushed_out(run, "abc")
         run.may_move.clear()

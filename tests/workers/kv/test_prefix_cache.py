@@ -61,7 +61,7 @@ def found(manager: PageManager, letters: str, **more: Any) -> int:
     return len(manager.pool.prefix_cache.find(key_of(spell(letters), **more))[0])
 
 
-def test_prefix_is_found_only_by_its_own_tokens() -> None:
+def test_prefix_cache_hits_only_prompts_with_the_same_tokens() -> None:
     pages, _ = manager(20)
     read(pages, "abcd")
     assert [found(pages, letters) for letters in ("abcd", "abxd", "b", "abcdef", "")] == [4, 2, 0, 4, 0]
@@ -70,7 +70,7 @@ def test_prefix_is_found_only_by_its_own_tokens() -> None:
     assert pages.pool.free == pages.pool.total == 20
 
 
-def test_finds_sparse_blocks_by_their_method_and_marks_them_inexact() -> None:
+def test_hits_sparse_blocks_only_with_the_same_method() -> None:
     pages, _ = manager(40)
     read(pages, "a" * 16, method=STREAMING)
     assert found(pages, "a" * 16) == 0
@@ -82,7 +82,7 @@ def test_finds_sparse_blocks_by_their_method_and_marks_them_inexact() -> None:
     assert pages.pool.prefix_cache.find(key_of(spell("a" * 16)))[1]
 
 
-def test_evicts_the_least_recently_used_prompt_from_its_end() -> None:
+def test_evicts_the_least_recently_used_prompts_last_blocks_first() -> None:
     pages, clock = manager(8)
     for letters in ("abc", "xyz"):
         read(pages, letters)
@@ -100,7 +100,7 @@ def test_evicts_the_least_recently_used_prompt_from_its_end() -> None:
     pages.pool.release((*taken, *more))
 
 
-def test_retained_blocks_are_evicted_last_until_they_expire() -> None:
+def test_blocks_with_retain_s_are_evicted_last_until_it_expires() -> None:
     pages, clock = manager(6)
     read(pages, "ab", retain_s=10.0)
     clock.now += 1
@@ -122,7 +122,7 @@ def test_retained_blocks_are_evicted_last_until_they_expire() -> None:
     assert (cache.evicted, cache.evicted_retained) == (8, 2), "nothing else was left"
 
 
-def test_request_never_evicts_its_own_prefix() -> None:
+def test_request_never_evicts_the_prefix_it_hits() -> None:
     pages, _ = manager(7)
     read(pages, "abcd")
     other = pages.pool.allocate(1)

@@ -112,7 +112,7 @@ class Disk:
         return len(self.store.find(key(letters), 0)[0])
 
 
-async def test_retained_files_are_evicted_last_until_they_expire() -> None:
+async def test_files_with_retain_s_are_evicted_last_until_it_expires() -> None:
     disk = Disk(room=2)
     await disk.keep("a", 10.0)
     for letters in ("b", "c"):

@@ -111,7 +111,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_requests_for_the_same_file_load_it_only_once() -> None:
+async def test_requests_for_the_same_kv_file_load_the_file_only_once() -> None:
     run = Setup(20, ["abcd"])
     loads = [run.load(letters) for letters in ("abcd", "abxy", "abcdef")]
     await settled()
@@ -129,7 +129,7 @@ async def test_requests_for_the_same_file_load_it_only_once() -> None:
     run.host.pool.release(again[0])
 
 
-async def test_damaged_file_is_a_miss_for_all_waiting_and_counts_once() -> None:
+async def test_damaged_kv_file_is_a_miss_for_all_waiting_requests() -> None:
     run = Setup(20, ["abcd"])
     run.damaged.add(name_of("ab"))
     loads = [run.load("abcd") for _ in range(3)]
@@ -190,7 +190,7 @@ async def test_pages_keep_their_host_slots_until_they_are_saved() -> None:
     assert await at_each_await(wanted_at) > 2, "a group is removed, one is saved, and dates are written"
 
 
-async def test_loads_nothing_without_room_for_all_of_it() -> None:
+async def test_loads_no_file_unless_host_memory_holds_the_whole_prefix() -> None:
     run = Setup(3, ["ab"])
     held = run.host.pool.allocate(2)
     assert [await load for load in (run.load("ab"), run.load("ab"))] == [([], 0)] * 2

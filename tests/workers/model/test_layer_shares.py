@@ -80,7 +80,7 @@ def shares_of(costs: Sequence[int], bounds: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("vocab", [100, 4_000_000, 400_000_000])
 @pytest.mark.parametrize("intermediate", [128, 4096, 40_000])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_split_equals_the_best_found_by_brute_force(
+def test_layer_split_over_stages_equals_brute_force(
     layers: int, vocab: int, intermediate: int, stages: int
 ) -> None:
     config = shape(layers, 64, intermediate, vocab)
@@ -100,7 +100,7 @@ def test_split_equals_the_best_found_by_brute_force(
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_split_counts_the_cost_of_windows_and_dense_mlps(first: int, stages: int) -> None:
+def test_layer_split_counts_the_cost_of_windows_and_dense_mlps(first: int, stages: int) -> None:
     """The first layers have dense MLPs, later ones experts, and two of three layers have windows."""
     layers, hidden, width, dense, window = 6, 64, 48, 4096, 100
     mixture = MixtureConfig(

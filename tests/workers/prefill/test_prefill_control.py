@@ -146,7 +146,7 @@ def test_refuses_chunk_sizes_that_are_no_multiple_of_a_tile(chunk_tokens: int) -
 
 
 @timeless
-async def test_pages_are_free_only_when_no_decode_worker_reads_them() -> None:
+async def test_group_frees_pages_only_after_decode_workers_copied_them() -> None:
     """Until then the controller asks the stages again and again, and other requests continue."""
     controller, fakes = make(stages=2, pages=64)
     fakes[1].lent["a"] = 5
@@ -163,7 +163,7 @@ async def test_pages_are_free_only_when_no_decode_worker_reads_them() -> None:
 
 
 @timeless
-async def test_pages_are_free_only_when_every_stage_has_closed() -> None:
+async def test_group_frees_pages_only_after_every_stage_closed_the_request() -> None:
     controller, fakes = make(pages=8)
     stream = controller.prefill(job("a", 128))
     await anext(stream)
@@ -210,7 +210,7 @@ class HeldStage(FakeStage):
         owed.set_result(self._chunk(command))
 
 
-async def test_chunks_end_in_the_order_they_were_sent() -> None:
+async def test_chunks_finish_in_the_order_in_which_they_were_sent() -> None:
     """Even if the later chunk's answer reaches the event loop first."""
     fakes = [HeldStage(0), HeldStage(1)]
     config = PrefillConfig(stages=2, chunk_tokens=128, cache_tokens=1024)

@@ -95,7 +95,7 @@ async def test_deadline_and_lease_end_a_request() -> None:
 
 
 @timeless
-async def test_lease_is_checked_again_before_it_ends_a_request() -> None:
+async def test_expired_lease_is_checked_again_before_the_request_ends() -> None:
     """The second check lets renewals count that queued while the process was suspended."""
     controller, fakes = make(pages=320, pause=lambda: 0.5, lease=5.0)
     reading = asyncio.create_task(collect(controller, job("a", 128 * 40)))

@@ -207,7 +207,7 @@ def test_retain_s_0_and_skip_cache_opt_out_of_the_prefix_cache(
         answer(client, DOCUMENT, retain_s=-1)
 
 
-def test_prefix_scope_all_shares_cached_prefixes_across_owners(
+def test_prefix_scope_all_shares_the_prefix_cache_among_callers(
     make_house: Callable[..., House], tmp_path: Path
 ) -> None:
     tokens = tmp_path / "tokens"
