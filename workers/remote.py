@@ -26,7 +26,7 @@ COMMANDS, ENDS, NOTICES = "commands", "ends", "notices"
 the first parts of two-part commands, ENDS their second parts, NOTICES the notices."""
 _THREADS = {COMMANDS: 1, ENDS: 1, NOTICES: 1}
 _CALLS = 1000
-"""Maximum number of concurrent calls of any other actor. A stream counts as one call."""
+"""Maximum number of concurrent calls of an actor that takes no commands. A stream counts as one call."""
 REPLICA_CPUS = 0.1
 """CPUs that a replica asks for. Its actors do the work."""
 

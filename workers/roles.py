@@ -126,7 +126,8 @@ class Rank(Protocol):
         """Return this rank's KV heads of KV that has arrived."""
 
     async def move(self, runs: Sequence[tuple[int, int, int]], layers: range, back: bool) -> None:
-        """Copy pages of `layers` to slots of host memory, or slots to pages if `back` (`HostMemory.copy`)."""
+        """Copy runs (first page, first slot, count) of pages to host memory, or back, in `layers`
+        (`HostMemory.copy`)."""
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
         """Save host-memory slots to a file, load them from it, or remove the file (`HostMemory.stored`).

@@ -16,7 +16,7 @@ def said_when_slow(
     after_s: float | None = None,
     say: Callable[[str], object] = log.warning,
 ) -> Iterator[None]:
-    """Log the things that a `with` block waits for, every `after_s` seconds until the block ends.
+    """While a `with` block runs, log every `after_s` seconds what it waits for.
 
     Args:
         what: Returns the text after "waits for". It is called on another thread.

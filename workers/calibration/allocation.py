@@ -6,7 +6,8 @@ from itertools import pairwise
 
 _ROUNDING = 1e-9
 Point = tuple[float, float, float]
-"""(density, error, quota): a head's density and output error at a quota."""
+"""(density, error, quota): a head's density and output error if its kept tiles reach the share `quota` of
+attention scores (top-p)."""
 
 
 def allocate(curves: Sequence[Sequence[Point]], density: float) -> list[float]:

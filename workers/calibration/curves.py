@@ -1,4 +1,5 @@
-"""Measures each head's error curve: the output error of sparse prefill, by density, at several quotas.
+"""Measures each head's error curve: the output error of sparse prefill, by density, at several quotas. A
+quota is the share of attention scores that the kept tiles must reach (top-p).
 
 During one dense prefill, sampled query blocks compare attention over the tiles that a quota keeps with
 attention over all tiles. Errors are measured after the output projection, where heads and layers are
@@ -95,7 +96,7 @@ def sampled_blocks(count: int) -> list[int]:
 
 
 def fact_blocks(facts: Sequence[range]) -> list[int]:
-    """Choose at most FACT_BLOCKS query blocks in which a fact begins, evenly spaced."""
+    """Choose at most FACT_BLOCKS of the query blocks in which a fact begins, evenly among these blocks."""
     blocks = sorted({fact.start // BLOCK for fact in facts})
     count = min(FACT_BLOCKS, len(blocks))
     return [blocks[(2 * n + 1) * len(blocks) // (2 * count)] for n in range(count)]

@@ -32,7 +32,8 @@ Layers = tuple[int, ...]
 class DecodedRows:
     @torch.inference_mode()
     def __init__(self, stack: LayerStack, text: Document) -> None:
-        """Prefill a text densely. Raises ValueError if every answer has fewer than two tokens."""
+        """Prefill a text densely, and choose at most ROWS of its answers' tokens to decode again. Raises
+        ValueError if every answer has fewer than two tokens."""
         ids, answers = with_answers(text)
         later = [row for before, row in pairwise(answers) if row == before + 1]
         if not later:

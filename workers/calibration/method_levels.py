@@ -98,7 +98,8 @@ def require_thresholds(method: MethodSpec) -> None:
 
 
 def least_density(measured: Sequence[Curves], allocation: Allocation) -> float:
-    """Return the lowest possible mean density, that of the lowest quota or threshold in every head."""
+    """Return the lowest mean density that can be reached, which every head's lowest density (`marginal`) or
+    threshold (`threshold`) gives. A millionth is added for rounding."""
     density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
     if allocation == "threshold":
         least = least_adjusted(density_LHI.flatten(0, 1), measured[0].quotas)

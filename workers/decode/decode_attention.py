@@ -59,7 +59,8 @@ class LayerPlan:
         return self.roles.count(LayerRole.SPARSE)
 
     def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
-        """Count the pages that a step's sparse layers attend to, and all pages of these layers.
+        """Return two counts for a decode step of one request, summed over the sparse layers: the pages that
+        these layers attend to, and the pages that hold their KV.
 
         Args:
             length: Tokens of the request, including the one being computed.

@@ -146,7 +146,8 @@ class LeadRunner(DecodeRunner):
             return super().choose(masks)
 
     def _unsent(self, rows: Sequence[Row]) -> Sequence[Row] | None:
-        """Return the rows, or None if the other ranks already have them."""
+        """Return the batch's rows, or None if the last ones sent to the other ranks were of the same
+        requests."""
         keys = tuple(row.key for row in rows)
         if keys == self._sent:
             return None
@@ -227,7 +228,8 @@ class FollowerRank:
 
 
 class InOrder:
-    """Forwards numbered calls in the order of their numbers, which start at 0. Each number is used once."""
+    """Forwards numbered calls, which may arrive in any order, in the order of their numbers, which start at
+    0. Each number is used once."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call

@@ -25,8 +25,9 @@ class Read:
 
     Attributes:
         select_blocks: Number of blocks to select for `Recompute`; 0: none.
-        select_among: Only blocks of this many first tokens can be selected.
-        targets: The tokens after each of `ids`, whose log-probabilities are returned; empty: none.
+        select_among: Only blocks within the request's first `select_among` tokens can be selected.
+        targets: The next token after each of `ids`. Their log-probabilities are returned (prompt_logprobs);
+            empty: none are.
         top: Number of likeliest tokens that are returned with each target.
     """
 
@@ -67,7 +68,7 @@ def plan_reads(
         known_ids: The ids of these tokens; empty: no block is recomputed.
         extend_ids: Ids of the tokens to prefill. The last `answered` belong to the answer.
         chunk: Maximum number of tokens of one `Read`.
-        blocks: Number of blocks to recompute. Ignored if a session keeps all appended text.
+        blocks: Number of blocks to recompute. Ignored if there is appended text and a session keeps it all.
         keep_tokens: Number of first tokens that become a session. They are never recomputed, since a
             session must not depend on a question.
     """
@@ -86,15 +87,16 @@ def plan_reads(
 
 
 def scored(steps: Iterable[Step], prompt: Sequence[int], top: int) -> Iterator[Step]:
-    """Have the reads of a whole prompt return the log-probabilities of its tokens."""
+    """Return the steps, changed to also return the prompt tokens' log-probabilities (`prompt_logprobs`), each
+    with the `top` likeliest tokens. The steps must prefill the whole prompt."""
     for step in steps:
         assert isinstance(step, Read), "nothing is recomputed where a worker prefills the whole prompt"
         yield replace(step, targets=prompt[step.start + 1 : step.end + 1], top=top)
 
 
 def next_layers(read: int, here: int, layers: int) -> range:
-    """Choose the layers that a `Read` computes next, while KV arrives layer by layer. Empty if too few are
-    there.
+    """Choose the layers that a `Read` computes next, while KV arrives layer by layer. Empty if the KV of too
+    few further layers has arrived.
 
     Each part takes at least half of the remaining layers, and the last two layers together. A `Read` thus has
     few parts, since each part delays other requests' tokens, and ends soon after the last layer's KV arrives.

@@ -209,7 +209,8 @@ class DecodeRequest:
             self.known_ids += extend_ids[:prompt_end]
 
     def note_answer(self, eos_ids: Sequence[int]) -> None:
-        """Set `so_far` if the request has options that change logits. Call it after `plan_reads`."""
+        """Set `so_far`, the tokens that penalties depend on, if the request's sampling options change logits.
+        Call it after `plan_reads`."""
         job = self.job
         if job is None or not job.sampling.changes_logits:
             return
@@ -220,8 +221,8 @@ class DecodeRequest:
     def cache_prefix(self) -> None:
         """Put the request's full pages into the prefix cache.
 
-        If blocks were recomputed, only pages from before that are cached, since recomputed ones depend on the
-        question. After a sparse prefill, only the key's `lasting_tokens` are cached.
+        If blocks were recomputed, only KV that this worker did not prefill is cached, since recomputed KV
+        depends on the question. After a sparse prefill by a prefill group, only `lasting_tokens` are cached.
         """
         key, tokens = self.reservation.key, self.length
         if key is None:
@@ -233,7 +234,7 @@ class DecodeRequest:
         self.pages.cache_prefix(tokens, self.answer_ids.tobytes())
 
     def prepare(self, step: Step) -> None:
-        """Give the request new pages in place of those that the step will overwrite and others may use."""
+        """Replace the pages that the step will overwrite by unshared ones, since others may share them."""
         size, known_tokens = PAGE_TOKENS, self.known_tokens
         if isinstance(step, Recompute):
             pages = BLOCK // size
@@ -254,7 +255,7 @@ class DecodeRequest:
 
     @property
     def has_kv(self) -> bool:
-        """True if enough KV has arrived to begin.
+        """True if enough KV has arrived for the scheduler to take up the request.
 
         If the decode worker prefills the rest of the prompt, it may begin while the last layers' KV is still
         loading. Otherwise all KV must be there.
@@ -313,7 +314,8 @@ class DecodeRequest:
             self.close_without_kv()
 
     def close_without_kv(self) -> None:
-        """End the request if it has a job. Without a job, its prompt may still be resumed."""
+        """End the request, whose KV is lost, if its job has arrived. Before that, another prefill group may
+        still resume its prompt."""
         if self.job is not None:
             self.close(FinishReason.NO_KV, self.inbox.lost)
 

@@ -75,12 +75,14 @@ class DecodeRequests:
         return None if request is None or request.ended is not None else request
 
     def expecting(self, message: KVAnnouncement | FirstLogits | PageWriter) -> DecodeRequest | None:
-        """Return the request that a message belongs to; None if its attempt is not the current one."""
+        """Return the running request that a message belongs to; None if there is none, or if the message is
+        of another attempt."""
         request = self.live(message.request_id)
         return None if request is None or request.inbox.attempt != message.attempt else request
 
     def being_read(self, request_id: str) -> DecodeRequest:
-        """Return a request whose prompt a prefill group prefills. Raises DecodeFailed if there is none."""
+        """Return a request that has no job yet and whose prompt a prefill group prefills. Raises DecodeFailed
+        if there is none with this id."""
         request = self.live(request_id)
         if request is None or request.job is not None or request.reservation.reads:
             raise DecodeFailed(f"request {request_id} is not being read here")

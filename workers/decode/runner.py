@@ -38,9 +38,9 @@ from deltafront.workers.model.grammars import Mask
 from deltafront.workers.settings import KVDtype
 
 _RAGGED = 77
-"""Number of appended tokens in warm-up. Kernels specialise on no divisor of it."""
+"""Maximum number of tokens that warm-up appends. Triton specialises no kernel on a divisor of it."""
 _LOGIT_ROWS = 32
-"""Rows of a prompt's logits at once, which bounds their memory."""
+"""Number of rows of logits that are computed at once for `prompt_logprobs`, to bound memory."""
 _AGAIN = 2
 """Number of blocks that warm-up recomputes. More blocks would compile no other kernel."""
 
@@ -52,7 +52,7 @@ class ReadResult:
     Attributes:
         logits_V: Logits after the last token, if requested.
         blocks: The blocks that the last tokens attend to most, ascending.
-        logprobs: The read's targets.
+        logprobs: The target tokens (`Read.targets`) with their log-probabilities.
     """
 
     logits_V: torch.Tensor | None = None
@@ -222,7 +222,7 @@ class DecodeRunner:
         return ReadResult(logits_V, blocks, logprobs)
 
     def _logprobs(self, hidden_TC: torch.Tensor, step: Read) -> tuple[Token, ...]:
-        """Compute the log-probabilities of a read's targets, a few rows of logits at a time."""
+        """Compute the log-probabilities of `step.targets`, a few rows of logits at a time."""
         found = list[SampledToken]()
         for at in range(0, len(step.targets), _LOGIT_ROWS):
             ids = step.targets[at : at + _LOGIT_ROWS]

@@ -223,7 +223,8 @@ class SampledToken:
     """A request's next token and its log-probability.
 
     Attributes:
-        pages_attended, pages_held: Pages that sparse layers attended to, and all pages of these layers.
+        pages_attended, pages_held: The pages that sparse layers attended to in this step, and the pages that
+            hold their KV, both summed over these layers.
         top: The likeliest tokens, as many as any row of the batch asks for.
     """
 
@@ -238,8 +239,9 @@ class LaunchedStep:
     """A launched decode step. Its sampled tokens are being copied to the host.
 
     Args:
-        ids_R, logprob_R: As `add_top` returns them: perhaps several for each row.
-        read: A pair of counts for each row.
+        ids_R, logprob_R: Results of `add_top`: for each row the sampled token, then the likeliest tokens, if
+            any row asks for them.
+        read: For each row, `SampledToken.pages_attended` and `pages_held`.
     """
 
     def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:

@@ -103,7 +103,8 @@ class DecodeActor(Leaving):
         return self.hosted.fault
 
     async def exported_memory(self, pairing: str) -> Any:
-        """Return `DecodeEngine.exported_memory`; None if the given pairing differs from this worker's."""
+        """Return `DecodeEngine.exported_memory`, for the prefill stage that shares this GPU; None if its
+        `pairing` differs from this worker's."""
         return self.hosted.exported_memory() if pairing == self._pairing else None
 
 

@@ -1,6 +1,6 @@
-"""Prefills samples one after another with a method, then decodes their answers as one batch.
+"""Prefills samples one after another with an attention method, then decodes their answers as one batch.
 
-Suffixes are those of `reader`. B is the number of samples in the batch.
+Shape suffixes are defined in `reader`. B is the number of samples in the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Together:
-    """The KV cache of `places` samples of at most `room` tokens, answers included.
+    """Answers at most `places` samples as one batch. Its KV cache holds `room` tokens (prompt and answer) per
+    sample.
 
     profile: The model's profile, for methods with the option `density`.
     """
@@ -57,13 +58,14 @@ class Together:
         decode: Decode,
         told: Sequence[Sequence[int]] | None = None,
     ) -> list[list[MeasuredAnswer]]:
-        """Prefill each sample once. For each number of blocks, answer each sample with at most `tokens`
-        tokens.
+        """Prefill each sample once with `method`. Then, for each number in `blocks`, recompute that many
+        blocks and answer each sample with at most `tokens` tokens. Returns a list of answers per number.
 
         Args:
-            blocks: Numbers of blocks to recompute, ascending.
+            blocks: Numbers of blocks to recompute, ascending. Method `dense` recomputes none.
             samples: At most `places` samples.
-            told: The tokens of dense attention's answers. None: this case is dense.
+            told: The token ids of dense attention's answers, whose probability is measured. None: measure the
+                answers made here, which are dense attention's.
         """
         read = [
             self._timed(partial(reader.read, sample.ids, method, chunk))
@@ -139,7 +141,8 @@ class Together:
         decode: Decode,
         samples: Sequence[Sample],
     ) -> list[list[int]]:
-        """Decode greedily over all keys until each answer has ended or contains all right answers."""
+        """Decode at most `tokens` tokens per sample greedily, with dense attention. Every eighth step, stop
+        if each sample has ended or its text contains all right answers."""
         ends, said = set(self._stack.config.eos_ids), [list[int]() for _ in lengths]
         ended = [False] * len(lengths)
         for step in range(tokens):
@@ -156,7 +159,8 @@ class Together:
     def _likely(
         self, hidden_BC: torch.Tensor, lengths: Sequence[int], told_B: Sequence[Sequence[int]]
     ) -> list[tuple[float, float]]:
-        """Return each given answer's mean log-probability and the share of its tokens that are likeliest."""
+        """Teacher-force the given answers `told_B`. Return for each its mean log-probability per token and
+        the share of its tokens that are the model's likeliest."""
         logp_B, same_B = [0.0] * len(told_B), [0] * len(told_B)
         for step in range(max(map(len, told_B))):
             token_B = torch.tensor([ids[step] if step < len(ids) else 0 for ids in told_B])
@@ -175,7 +179,8 @@ class Together:
         ]
 
     def _next(self, token_B: torch.Tensor, lengths: Sequence[int], step: int) -> torch.Tensor:
-        """Append one token to each sample, after its prompt and `step` decoded tokens. Return hidden_BC."""
+        """Run one decode step: append token_B to the samples, after `step` decoded tokens. Return
+        hidden_BC."""
         positions_B = torch.tensor(lengths, device=self._stack.device) + step
         return self._stack.forward(self._stack.embed(token_B), positions_B, self._attend(positions_B))
 
@@ -242,7 +247,8 @@ class OneModel:
             warm_up(stack, [parse_method("dense")], chunk, profile)
 
     def sample(self, prompt: TaskPrompt, session: bool) -> Sample:
-        """Tokenise document and question apart, so that both ways have the same tokens."""
+        """Tokenise document and question separately, so that the token ids are the same whether the question
+        ends the prompt or is appended to a session."""
         if not prompt.document:
             return Sample(prompt, tuple(self._tokenizer.encode(prompt.question).ids))
         document = tuple(self._tokenizer.encode(prompt.document).ids)

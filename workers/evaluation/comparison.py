@@ -41,19 +41,20 @@ class MeasuredAnswer:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A setting beside dense attention, on the same samples.
+    """The results of a setting, compared with dense attention on the same samples.
 
     Attributes:
-        setting: In words; `dense` for dense attention.
-        density, prefill: Means of the answers'.
-        dense, score: Mean scores.
-        kept, kept_95: The sum of scores over dense's, and its interval over documents.
-        lost, won: Samples whose score is below and above dense's.
-        same: Share of answers that are dense's, word for word.
-        agreement, logp: Means of the answers'. logp is less dense's.
+        setting: The setting as text; `dense` for dense attention.
+        density, prefill: Means of these fields of `MeasuredAnswer`.
+        dense, score: Mean scores of dense attention and of the setting.
+        kept, kept_95: The setting's sum of scores divided by dense attention's, and its 95% interval (None:
+            not known; see `kept_interval`).
+        lost, won: Numbers of samples whose score is below and above dense attention's.
+        same: Share of answers whose text equals dense attention's.
+        agreement, logp: Mean agreement, and mean of logp minus dense attention's logp.
         seconds: Median time to the first token.
-        by_task: Mean scores.
-        scores, logps: One entry a sample.
+        by_task: Mean score of the setting for each task.
+        scores, logps: The score and the difference of logp of each sample.
     """
 
     setting: str
@@ -81,7 +82,7 @@ def compare(
     answers: Sequence[MeasuredAnswer],
     dense: Sequence[MeasuredAnswer],
 ) -> ComparedRow:
-    """Compare a setting's answers to the first prompts with dense attention's."""
+    """Compare a setting's answers with dense attention's to the same prompts: the first len(answers) ones."""
     prompts, dense = prompts[: len(answers)], dense[: len(answers)]
     pairs = list(zip(answers, dense, strict=True))
     scores, theirs = (
@@ -117,9 +118,10 @@ def compare(
 def kept_interval(
     scores: Sequence[float], dense: Sequence[float], sources: Sequence[str]
 ) -> tuple[float, float] | None:
-    """Return the 95% t interval of sum(scores) / sum(dense) over documents drawn like these, by the delta
-    method (Cochran 1977, section 6.3). Where nothing is lost, the lower end is that of the rule of three
-    (Hanley and Lippman-Hand 1983). None for fewer than three documents, or if dense scores nothing.
+    """Return the 95% t interval of sum(scores) / sum(dense), by the delta method with documents (`sources`)
+    as clusters (Cochran 1977, section 6.3). If no score is below dense attention's, the lower end is at most
+    that of the rule of three (Hanley and Lippman-Hand 1983). None for fewer than three documents, or if the
+    sum of `dense` is 0.
     """
     documents = list(dict.fromkeys(sources))
     count, whole = len(documents), sum(dense)

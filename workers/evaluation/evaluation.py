@@ -18,20 +18,21 @@ Clock = Callable[[], float]
 
 
 class Answers(Protocol):
-    """A model that answers."""
+    """A model under evaluation: tokenises prompts and answers them with a prefill method."""
 
     def sample(self, prompt: TaskPrompt, session: bool) -> Sample: ...
 
     def answers(
         self, sample: Sample, method: str, blocks: Sequence[int], told: Sequence[int] | None
     ) -> list[MeasuredAnswer]:
-        """Answer once for each number of blocks, ascending. told: dense attention's answer, unless the method
-        is dense."""
+        """Answer the sample once for each number in `blocks` (blocks to recompute, ascending). `told`: token
+        ids of dense attention's answer; None if `method` is dense."""
         ...
 
 
 class Evaluation:
-    """The answers so far. Trials answer the first prompts each, in the same order."""
+    """Runs an evaluation and holds all answers so far. A trial answers the prompts in order until it is
+    dropped, so each trial has answered the first prompts."""
 
     def __init__(self, model: Answers, trials: Sequence[Trial], clock: Clock = time.monotonic) -> None:
         self.prompts: list[TaskPrompt] = []
@@ -42,8 +43,8 @@ class Evaluation:
         self._took: dict[str, float] = {}
 
     def run(self, prompts: Iterable[TaskPrompt], until: float, tell: Callable[[Evaluation], None]) -> None:
-        """Ask prompts until the clock says `until`, less the time that another prompt takes. The first prompt
-        is always asked, with as many trials as there is time for.
+        """Ask prompts until all trials are dropped or another prompt would end after `until` on the clock.
+        The first prompt is always asked, with as many trials as there is time for (`affordable`).
 
         Args:
             tell: Called after each prompt.
@@ -57,7 +58,8 @@ class Evaluation:
             tell(self)
 
     def rows(self) -> dict[Trial, ComparedRow]:
-        """Compare every trial with dense attention, on the prompts that it answered."""
+        """Compare each trial that has answers, dropped ones included, with dense attention on the same
+        prompts."""
         return {
             trial: compare(str(trial), self.prompts, answers, self._dense)
             for trial, answers in self._answers.items()
@@ -81,7 +83,8 @@ class Evaluation:
     def _try(
         self, prompt: TaskPrompt, method: str, session: bool, some: list[Trial], dense: MeasuredAnswer
     ) -> None:
-        """Prefill a prompt once for all trials that differ in blocks alone."""
+        """Run the trials `some`, which differ only in the number of recomputed blocks, on one prefill of the
+        prompt."""
         begun = self._clock()
         blocks = [trial.setting.blocks for trial in some]
         got = self._model.answers(self._model.sample(prompt, session), method, blocks, dense.ids)

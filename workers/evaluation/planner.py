@@ -1,4 +1,4 @@
-"""Decides what an evaluation does next, and which setting it found. Pure."""
+"""Decides which settings and prompts an evaluation tries next, and which setting is best. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from deltafront.workers.model.calibrated.profile import Profile
 GOAL = 0.97
 """The share of dense attention's score that a setting must keep."""
 LEAST = 8
-"""A setting is dropped only after this many prompts, and time for them limits the settings to try."""
+"""Minimum number of prompts before a setting is dropped for its score. Only as many settings are tried as
+can answer this many prompts in time."""
 TASKS = (
     "multikey_1", "single_2", "multivalue", "multikey_2", "multiquery", "variables", "single_3", "multikey_3",
     "single_1",
 )  # fmt: skip
-"""RULER's tasks in the order in which prompts ask them."""
+"""RULER's tasks of an evaluation, in the order in which prompts cycle through them."""
 SETTINGS = (
     "dpxa+delta:share=0.2,gamma=32,spread=0@32",
     "dpxa:share=0.2@8",
@@ -32,12 +33,13 @@ SETTINGS = (
     "streaming+delta@32",
     "dpxa:share=0.1@32",
 )
-"""Settings in the order of trial. The first came nearest to the goal in docs/experiments/0006."""
+"""Settings that are tried by default, in this order. The first came nearest to the goal in
+docs/experiments/0006."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A setting, with the question at the prompt's end or on a session."""
+    """A setting to evaluate. The question ends the prompt, or is appended to a session if `session`."""
 
     setting: Setting
     session: bool = False
@@ -47,16 +49,16 @@ class Trial:
 
 
 def trials(settings: Sequence[str], asked: str, profile: Profile | None, tokens: int) -> list[Trial]:
-    """List the trials in order.
+    """List the trials of an evaluation, in the order in which they are tried.
 
     Args:
         settings: As on a command line; empty: the profile's levels, then `SETTINGS`, without those that would
             recompute more than a quarter of a prompt, or are dense at this length.
-        asked: `prompt`, `session` or `both`.
+        asked: Where the question is: `prompt` (at its end), `session` (appended to one) or `both`.
         tokens: Length of the longest prompt.
 
     Raises:
-        ValueError: A setting is wrong, or all of the list are dense at this length.
+        ValueError: A setting is wrong, or `settings` is empty and no default setting is left.
     """
     listed = [Setting.parse(each) for each in settings or [*_levels(profile), *SETTINGS]]
     chosen = listed if settings else [each for each in listed if _applies(each, tokens)]
@@ -80,7 +82,7 @@ def _levels(profile: Profile | None) -> Iterator[str]:
 def endless_prompts(
     haystacks: Sequence[Haystack], tasks: Sequence[str], tokens: int, count: Count, seed: int
 ) -> Iterator[TaskPrompt]:
-    """Yield prompts that cycle through tasks and texts, each with other facts."""
+    """Yield prompts endlessly, cycling through `tasks` and `haystacks`. Each prompt hides different facts."""
     number = 0
     while True:
         for task in tasks:
@@ -90,18 +92,19 @@ def endless_prompts(
 
 
 def affordable(given: Sequence[Trial], dense_s: float, left_s: float) -> list[Trial]:
-    """Return the first trials that leave time for `LEAST` prompts together, but at least one trial.
+    """Return as many first trials as can, with dense attention, answer `LEAST` further prompts in time; at
+    least one.
 
     Args:
-        dense_s: Time of dense attention's first prompt. A trial is assumed to take as long.
-        left_s: Time that is left.
+        dense_s: Seconds that dense attention took for the first prompt. A trial is assumed to take as long.
+        left_s: Seconds that are left for the evaluation.
     """
     return list(given[: max(1, int(left_s / (LEAST * max(dense_s, 1e-9))) - 1)])
 
 
 def hopeless(row: ComparedRow) -> bool:
-    """True if a trial can be dropped, because it computes no less than dense attention or its interval ends
-    below the goal."""
+    """True if a trial can be dropped: it computes no less than dense attention, or after `LEAST` prompts the
+    interval of its kept score (`kept_95`) ends below `GOAL`."""
     if row.density >= 1:
         return True
     return row.samples >= LEAST and row.kept_95 is not None and row.kept_95[1] < GOAL
@@ -111,15 +114,16 @@ def another_fits(took: Mapping[str, float], running: Sequence[Trial], left_s: fl
     """Return whether another prompt fits into the time that is left.
 
     Args:
-        took: Seconds of the longest prompt so far, by trial and of `dense`.
-        running: Trials that the next prompt is for.
+        took: Seconds that the latest prompt took, by trial; key `dense` for dense attention.
+        running: The trials that will answer the next prompt.
     """
     return took["dense"] + sum(took[str(trial)] for trial in running) <= left_s
 
 
 @dataclass(frozen=True)
 class Found:
-    """The setting of least density that keeps the goal, and its worst row. None: dense attention."""
+    """The setting of least density that keeps `GOAL` of dense attention's score, and the worse of its rows
+    (question in the prompt, on a session). None: no setting does."""
 
     setting: Setting | None
     row: ComparedRow | None
@@ -136,8 +140,8 @@ class Found:
 
 
 def found(rows: Mapping[Trial, ComparedRow]) -> Found:
-    """Find the setting of least density whose interval's lower end keeps the goal in every way that it was
-    asked."""
+    """Find the setting of least density, below 1, whose `kept_95` begins at `GOAL` or above in all of its
+    trials (question in the prompt, on a session)."""
     worst: dict[Setting, ComparedRow] = {}
     for trial, row in rows.items():
         before = worst.get(trial.setting)
@@ -154,8 +158,8 @@ def found(rows: Mapping[Trial, ComparedRow]) -> Found:
 
 
 def nearest(rows: Mapping[Trial, ComparedRow]) -> ComparedRow | None:
-    """Return the row whose interval begins highest; None if no row has an interval and computes less than
-    dense attention."""
+    """Return the row whose `kept_95` begins highest, among rows that compute less than dense attention; None
+    if none of these has an interval."""
     known = [row for row in rows.values() if row.kept_95 is not None and row.density < 1]
     return max(known, key=_low, default=None)
 

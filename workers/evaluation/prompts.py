@@ -1,4 +1,4 @@
-"""Prompts with their right answers, as text and as JSONL files. Pure."""
+"""Evaluation prompts with their right answers, as text, as token ids and in JSONL files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TaskPrompt:
     """A document and the question that follows it.
 
     Attributes:
-        task: What is asked, such as RULER's `multikey_1`.
+        task: The kind of task, such as RULER's `multikey_1`.
         source: The document's name. Prompts of one document are not independent.
         answers: All strings that a full answer contains. Empty: they are not known.
     """
@@ -38,7 +38,8 @@ class TaskPrompt:
         return self.document + self.question
 
     def score(self, said: str) -> float:
-        """Return the share of the right answers that `said` holds (RULER's string_match_all)."""
+        """Return the share of the right answers that the text `said` contains, in any case (RULER's
+        string_match_all)."""
         return sum(answer.lower() in said.lower() for answer in self.answers) / len(self.answers)
 
 
@@ -81,7 +82,8 @@ class PromptLine(BaseModel):
 
 
 def read_prompts(path: Path) -> list[TaskPrompt]:
-    """Read a JSONL file. Questions on equal documents share a source. Raises PromptError."""
+    """Read prompts from a JSONL file. Questions on equal documents get the same `source`. Raises
+    PromptError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -93,7 +95,8 @@ def read_prompts(path: Path) -> list[TaskPrompt]:
 
 
 def write_prompts(path: Path, prompts: Sequence[TaskPrompt]) -> None:
-    """Write whole prompts, which `read_prompts` reads."""
+    """Write prompts to a JSONL file for `read_prompts`, each as one `prompt` (document and question
+    joined)."""
     with path.open("w", encoding="utf-8") as file:
         for number, one in enumerate(prompts):
             line = {"id": f"{one.task}-{number}", "task": one.task, "prompt": one.text}

@@ -133,8 +133,8 @@ class Reader:
         """Recompute the blocks that the end of the prompt attends to most, then prefill the end again,
         densely, like a decode worker with `recompute_blocks` (`decode.reads`).
 
-        When the context manager exits, the recomputed blocks get their old KV back. The prompt's end does
-        not.
+        When the context manager exits, the recomputed blocks get their old KV back. The prompt's end keeps
+        its new KV.
 
         Args:
             reading: The result of prefilling the whole prompt.
@@ -166,7 +166,8 @@ class Reader:
             yield replace(reading, tail_TC=self.append(ids)[-1:], density=density)
 
     def _chosen(self, start: int, ids: Sequence[int], blocks: int) -> list[int]:
-        """Append ids after `start` tokens and choose the blocks that they attend to most."""
+        """Prefill `ids` after the first `start` tokens. Return the numbers of the `blocks` blocks, at most,
+        that they attend to most."""
         looks = BlockAttention(start)
         self.length = start
         self.append(ids, look=lambda layer, q_THD: looks.add(q_THD, self.document(layer)[0]))
@@ -175,8 +176,8 @@ class Reader:
     def append(
         self, ids: Sequence[int], look: Callable[[int, torch.Tensor], None] | None = None
     ) -> torch.Tensor:
-        """Append ids with full attention and return their hidden_TC. Call look(layer, q_THD) in every layer
-        without a window, after the layer's keys are in the KV cache."""
+        """Prefill `ids` after the tokens so far, with dense attention, and return their hidden_TC. Call
+        look(layer, q_THD) in every layer without a window, after the layer's keys are in the KV cache."""
         start = self.length
 
         def attend(layer: int, q_BHTD: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ from deltafront.workers.evaluation.prompts import TaskPrompt
 Count = Callable[[str], int]
 """Counts a text's tokens."""
 Units = Callable[[random.Random, int], tuple[str, str, tuple[str, ...]]]
-"""Makes document, question and answers of a size, in units of the task."""
+"""units(rng, size) returns (document, question, right answers). `size` counts the task's own units, such as
+sentences, noise lines or words."""
 Task = Callable[["Haystack"], Units]
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
@@ -66,13 +67,13 @@ CODED = (
 )
 SEVERAL, HOPS, COMMON, COMMON_TIMES, OTHER_TIMES = 4, 4, 10, 30, 3
 SMALLEST = 4
-"""Sentences, lines or words of the smallest prompt."""
+"""Size of the smallest prompt that is tried, in units of its task (`Units`)."""
 DEPTHS = 40
-"""Places in a text where a fact may stand."""
+"""Number of evenly spaced places in a text where a fact may be inserted."""
 
 
 class Haystack:
-    """A text in which facts are hidden. It is repeated where a prompt is longer."""
+    """A text in which facts are hidden. If a prompt needs more, the text starts again."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name, self.text = name, " ".join(text.split())
@@ -82,19 +83,19 @@ class Haystack:
         return re.split(r"(?<=[.!?]) ", self.text)
 
     def take(self, rng: random.Random, count: int) -> list[str]:
-        """Return `count` sentences that follow one another from a random one on."""
+        """Return `count` consecutive sentences, starting from a random one."""
         first = rng.randrange(len(self.sentences))
         return [self.sentences[(first + n) % len(self.sentences)] for n in range(count)]
 
 
 def make_prompt(task: str, seed: str, tokens: int, haystack: Haystack, count: Count) -> TaskPrompt:
-    """Make a prompt of `tokens` tokens at most, and at least 95% of them where the task allows.
+    """Make a prompt of at most `tokens` tokens, and of at least 95% of that if the task allows.
 
     Args:
-        seed: Another one makes other keys, values and places.
+        seed: Determines keys, values and where facts are inserted.
 
     Raises:
-        ValueError: The task's facts alone are longer.
+        ValueError: The task's smallest prompt is longer.
     """
     units = {**TASKS, **OTHERS}[task](haystack)
 
@@ -108,7 +109,8 @@ def make_prompt(task: str, seed: str, tokens: int, haystack: Haystack, count: Co
 def _fitting(
     made: Callable[[int], TaskPrompt], tokens: int, length: Callable[[TaskPrompt], int], what: str
 ) -> TaskPrompt:
-    """Return the largest prompt found, by interpolation between a size that fits and one that does not."""
+    """Return the largest prompt found with at most `tokens` tokens: extrapolate a size from the length so
+    far, and bisect where that is too large."""
     size, best, at = SMALLEST, made(SMALLEST), length(made(SMALLEST))
     if at > tokens:
         raise ValueError(f"{what}: its shortest prompt has {at} tokens, more than {tokens}")
@@ -144,13 +146,14 @@ def needles(
     asked: int = 1,
     uuids: bool = False,
 ) -> Task:
-    """Hide needles in `text`, in `noise`, or among other `needles`.
+    """Make a needle-in-a-haystack task (NIAH): find the values of keys that are hidden in a haystack.
 
     Args:
-        kind: Of values: `number` or `uuid`.
-        keys, values: Number of keys, and of values of each.
-        asked: Keys that the question names.
-        uuids: Keys are uuids, not words.
+        kind: The kind of the values: `number` or `uuid`.
+        hay: The haystack: `text`, `noise` (a repeated line), or other `needles`.
+        keys, values: Number of keys, and number of values of each key.
+        asked: Number of keys that the question names.
+        uuids: True if keys are uuids instead of words.
     """
 
     def task(haystack: Haystack) -> Units:
@@ -196,7 +199,7 @@ def _value(rng: random.Random, kind: str) -> str:
 
 
 def _at_depths(rng: random.Random, sentences: Sequence[str], facts: Sequence[str]) -> list[str]:
-    """Insert facts at some of 40 evenly spaced depths."""
+    """Insert each fact between sentences at a random one of DEPTHS evenly spaced depths."""
     depths = [round(100 * n / (DEPTHS - 1)) for n in range(DEPTHS)]
     places = sorted(len(sentences) * depth // 100 for depth in rng.sample(depths, len(facts)))
     return _inserted(sentences, places, facts)
@@ -215,7 +218,8 @@ def _inserted(pieces: Sequence[str], places: Sequence[int], facts: Sequence[str]
 
 
 def variables(haystack: Haystack) -> Units:
-    """Ask for all variables of a chain of assignments in noise, after a short example with its answer."""
+    """Make a task that asks for all variables of a chain of assignments, which is hidden in noise. A short
+    example with its answer comes first."""
     del haystack
 
     def units(rng: random.Random, size: int) -> tuple[str, str, tuple[str, ...]]:
@@ -237,7 +241,8 @@ def _chain(rng: random.Random, noises: int, letters: int) -> tuple[str, str, lis
 
 
 def common_words(haystack: Haystack) -> Units:
-    """Ask for the ten words that a numbered list has 30 times; it has the others three times."""
+    """Make a task that asks for the ten words that occur 30 times in a list. Other words occur three
+    times."""
     del haystack
 
     def units(rng: random.Random, size: int) -> tuple[str, str, tuple[str, ...]]:
@@ -251,7 +256,8 @@ def common_words(haystack: Haystack) -> Units:
 
 
 def frequent_words(haystack: Haystack) -> Units:
-    """Ask for the most frequent coded words. The r-th occurs r^-2 as often as the first, which are dots."""
+    """Make a task that asks for the three most frequent made-up words. The r-th most frequent occurs r^-2
+    times as often as the first, which is `...` and does not count."""
     del haystack
 
     def units(rng: random.Random, size: int) -> tuple[str, str, tuple[str, ...]]:
@@ -283,7 +289,8 @@ TASKS: Mapping[str, Task] = {
 
 
 def continuation(haystack: Haystack) -> Units:
-    """Let the model go on with a passage. No answer is right; it is compared with dense attention's."""
+    """Make a task that lets the model continue a text. It has no right answer: the score is the agreement
+    with dense attention's answer."""
 
     def units(rng: random.Random, size: int) -> tuple[str, str, tuple[str, ...]]:
         return " ".join(haystack.take(rng, size)), "", ()

@@ -9,8 +9,8 @@ from deltafront.kernels.methods import MethodSpec, method_spec
 
 @dataclass(frozen=True)
 class Setting:
-    """A method with options. blocks: Blocks to recompute for the question. 0: none, and a prompt's end stays
-    as the method computed it.
+    """An attention method with options, and the number of blocks to recompute densely for the question. With
+    0 blocks, the prompt's end is not prefilled again either.
     """
 
     method: str
@@ -43,7 +43,7 @@ def split_method(method: str) -> tuple[str, dict[str, float]]:
 
 
 def parse_method(method: str) -> MethodSpec:
-    """Parse `NAME:OPTION=NUMBER,…` and fill in other options. Raises ValueError."""
+    """Parse `NAME:OPTION=NUMBER,…` and fill in defaults of options not given. Raises ValueError."""
     return method_spec(*split_method(method))
 
 

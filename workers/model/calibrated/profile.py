@@ -26,8 +26,8 @@ from deltafront.workers.model.directory.store import config_of, located, profile
 from deltafront.workers.settings import Blocks, Count, DecodeConfig, Layer, ModelSpec
 
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
-"""Options that do not change scores: those that a level replaces, and `min_tokens`. The others shape scores
-and forced tiles."""
+"""Options of an attention method that do not change its tile scores: those that a level replaces, and
+`min_tokens`. All other options change the scores or the tiles that are always kept."""
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -60,12 +60,13 @@ class ProfiledText(_Section):
 
 
 class Level(_Section):
-    """Thresholds that reach a mean density.
+    """The attention thresholds of all heads in all layers, calibrated to reach a mean density.
 
     Args:
-        density: The density that requests ask for: the mean share of causal tiles in the longest prompts.
+        density: The density that requests ask for: the mean share of causal tiles computed for the longest
+            prompts.
         tokens: The prompt length for which the thresholds were made.
-        density_at_length: The mean share of causal tiles at that length. The file calls it `share`.
+        density_at_length: The mean share of causal tiles computed at that length. The file calls it `share`.
         thresholds: By [layer][query head]. The file calls them `amounts`.
     """
 
@@ -96,9 +97,9 @@ class Measured(_Section):
     """The setting that an evaluation found for this model: the service's default.
 
     Args:
-        tokens: The shortest and the longest prompt.
-        kept, low, high: The score over dense attention's, and its 95% interval.
-        verdict: In one line, for people.
+        tokens: Lengths of the shortest and the longest prompt.
+        kept, low, high: The score divided by dense attention's, and the ends of the 95% interval.
+        verdict: The result in one line, for people.
         texts: The texts that prompts were made of. No calibration may use them.
     """
 
@@ -248,7 +249,7 @@ def load_profile(model: ModelSpec) -> Profile | None:
 
 
 def among(used: Sequence[ProfiledText], contents: Mapping[str, str]) -> list[str]:
-    """Return the names of texts whose content is one of the `used` texts."""
+    """Return the names of those `contents` (texts by name) that equal one of the `used` texts."""
     hashes = {text.sha256 for text in used}
     return [name for name, content in contents.items() if ProfiledText.of(content, 1).sha256 in hashes]
 

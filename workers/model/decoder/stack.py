@@ -59,7 +59,8 @@ class Residual:
 
     With several ranks, each rank holds a part of the update. The next norm sums these parts.
 
-    `normed` is the input of a layer's attention, if its MLP has the same.
+    `normed` is the normed input of a layer's attention, kept if attention and MLP run in parallel on one
+    input.
     """
 
     hidden_TC: torch.Tensor
@@ -141,8 +142,8 @@ class DecoderLayer:
         return activate[self.config.activation](normed)
 
     def _update(self, residual: Residual, update_TC: torch.Tensor, weight_C: torch.Tensor | None) -> None:
-        """Store the update of attention or MLP. If weight_C is given, first sum the update over ranks and
-        norm it."""
+        """Store the output of attention or MLP for the next norm to add. If weight_C is given (a norm after
+        attention or MLP), instead sum it over ranks, norm it, and add it to the residual now."""
         if weight_C is None:
             residual.update_TC = update_TC
             return

@@ -39,7 +39,7 @@ SAMPLE_BYTES = 4096
 the first bytes differ, too."""
 
 _LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias", "norms", "fused_qkv", "fused_gate_up")
-"""Fields of ModelConfig that change no result, or that follow from the tensors."""
+"""Fields of ModelConfig that are not hashed: they change no result, or follow from the tensors."""
 _LEFT_OUT_AT_DEFAULT = """qk_norm_all_heads activation rotary_dim interleaved_rope unrotated_layers
     embedding_scale logit_scale attention_scale mixture window_layers window_rope norm_offset
     layer_norms norm_bias parallel qk_norm_after_rope""".split()

@@ -157,7 +157,8 @@ def _check_counts(directory: Path, stored: Mapping[str, Stored], config: ModelCo
 
 
 def quantisation_notes(directory: Path, held_in: str) -> Iterator[str]:
-    """Yield a message for each conversion of quantised weights. Raises ModelError.
+    """Yield a message for the user about each conversion of a checkpoint's quantised weights at load. Raises
+    ModelError.
 
     `held_in` is the format in which stages keep the weights.
     """
@@ -228,7 +229,8 @@ def _problems(
 def _as_meant(
     stored: Mapping[str, Stored], expected: Mapping[str, Shape], form: Quantised
 ) -> dict[str, Stored]:
-    """Replace the parts of each quantised matrix (such as scales) by one entry. Raises ModelError."""
+    """Return `stored` with one entry per quantised matrix in place of its parts (such as scales), without
+    ignored tensors. Raises ModelError if a part is missing or wrong."""
     meant = {name: tensor for name, tensor in stored.items() if not is_ignored(name)}
     stems = form.matrices(meant) | {
         name.removesuffix("weight") for name, one in meant.items() if one.dtype not in FLOATS

@@ -72,8 +72,8 @@ def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Fami
 
 
 def _growth(given: dict[str, Any], raw: Mapping[str, Any], family: Family) -> float:
-    """Return Hunyuan's factor for rope_theta, alpha^(D / (D - 2)), and make the RoPE type in `given` default;
-    1 for other models."""
+    """Return the factor alpha^(D / (D - 2)) by which Hunyuan's dynamic RoPE multiplies rope_theta, and turn
+    `given` into an unscaled RoPE. For other models, return 1 and leave `given` unchanged."""
     if not ("alpha" in family.implied and given.get("alpha") and given["rope_type"] == "dynamic"):
         return 1.0
     alpha = positive_number("rope scaling 'dynamic'", "alpha", given["alpha"])
@@ -85,7 +85,8 @@ def _growth(given: dict[str, Any], raw: Mapping[str, Any], family: Family) -> fl
 
 
 def of_full_layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return config.json with only the RoPE of full-attention layers, if other layers have another RoPE."""
+    """Return config.json with `rope_parameters` reduced to those of full-attention layers, if it lists them
+    by layer type; else a copy."""
     ropes = raw.get("rope_parameters") if _LOCAL in family.implied else None
     own = ropes.get("full_attention") if isinstance(ropes, dict) else None
     return {**raw, "rope_parameters": own} if isinstance(own, dict) else dict(raw)

@@ -47,7 +47,8 @@ def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]
 
 
 def further_layers(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Return the name prefixes of what predicts further tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """Return the prefixes of the names of multi-token-prediction tensors (DeepSeek-V3, arXiv 2412.19437,
+    section 2.2).
 
     `raw` is config.json under our keys.
     """

@@ -130,7 +130,8 @@ class GgufSource:
         return "num_experts" in self.family.implied
 
     def _places(self, blocks: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, int | None]]]:
-        """Yield our name of each tensor, with its name in the file and its expert's number."""
+        """Yield our name of each tensor, with its name in the file and its expert's number (None: no expert).
+        Multi-token prediction and RoPE factors are left out."""
         predicting = tuple(f"blk.{self._layers + n}." for n in range(self._predicting))
         for name in self._tensors.keys() - {*_ROPE_FACTORS}:
             if name.startswith(predicting):

@@ -19,7 +19,8 @@ class MixtureWeights:
         gate_up, down: The matrices of all experts, concatenated by rows: gate, up, gate, up, …
         bias_E: Added to the probabilities when experts are chosen, float32.
         shared_gate_up, shared_down: The matrices of the shared expert.
-        shared_gate_1C: Its output is multiplied by the sigmoid of x · shared_gate_1Cᵀ. None: by 1.
+        shared_gate_1C: The shared expert's output is multiplied by the sigmoid of x · shared_gate_1Cᵀ. None:
+            it is not.
     """
 
     config: MixtureConfig

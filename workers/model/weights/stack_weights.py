@@ -127,7 +127,7 @@ class _Reader:
         return whole
 
     def input_norm(self, module: str) -> Norm | None:
-        """Return a norm before a half or the output head; None: the family has none there."""
+        """Return the norm before attention, an MLP or the output head; None if the family has none there."""
         weight_C, bias = self.norm(module), f"{module}.bias"
         if weight_C is None or not self.spec.config.layer_norms:
             return weight_C
@@ -203,8 +203,8 @@ class _Reader:
         return torch.cat([heads[:turned, self._channels_D], heads[turned:]]).view(tensor.shape)
 
     def quantised(self, half: Half) -> Half:
-        """Quantise the matrices of attention or MLP. Only one thread may call this, because it launches
-        kernels."""
+        """Quantise the matrices of attention or MLP to FP8 if the stack is quantised. Only one thread may
+        call this, because it launches kernels."""
         if self.spec.quantisation is None:
             return half
         matrices: dict[str, Any] = {
@@ -387,5 +387,6 @@ def _read_mixture(read: _Reader, prefix: str) -> MixtureWeights:
 
 
 def _read_shared_gate(read: _Reader, prefix: str) -> torch.Tensor:
-    """Copy the weight: on a CPU, the rounding of a GEMM with one row depends on the row's address."""
+    """Read the shared expert's gate as a copy: on a CPU, the rounding of a GEMM with one row depends on the
+    row's address."""
     return read.get(f"{prefix}{SHARED_GATE}.weight").clone()
