@@ -103,7 +103,8 @@ def _dense(x: AttentionInput) -> Timed:
 
 
 def _sparse(x: AttentionInput, density: float = DENSITY) -> Timed:
-    """Keep random tiles, which reuse L2 least. `density` includes the diagonal and sink tiles."""
+    """Time block-sparse attention over random tiles, which reuse L2 least. `density` includes the diagonal
+    and sink tiles."""
     rows = x.query_blocks
     always = 2 * rows / (rows * (rows + 1) / 2)
     mask = random_mask(x, max(0.0, (density - always) / (1 - always)))
@@ -221,7 +222,8 @@ def _check_input(x: AttentionInput) -> None:
 
 
 def _check_correction(x: AttentionInput, expected: torch.Tensor) -> None:
-    """Correct zeros. Each row must become the dense row at or before it; the tail must be dense."""
+    """Apply the Δ correction to a sparse output of zeros. Each row must become the output of the dense row at
+    or before it; rows of the tail must be dense."""
     given = Correction(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
     found = given.attend(x, given.new_state(spec_of(x)))[0]
     tail = (x.prompt_tokens // 128 - 1) * 128

@@ -107,7 +107,8 @@ def _check(config: BenchConfig) -> None:
 
 
 def _check_lines(config: BenchConfig) -> None:
-    """Compare the baselines' line masses in `config.dtype` with the CPU version in fp32, head by head."""
+    """Compare the masses of vertical and slash lines (MInference, FlexPrefill) in `config.dtype` with the CPU
+    version in fp32, head by head."""
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
         x = config.structured(CHECKED_TOKENS, heads, groups, dim)
         for queries in (64, 128):

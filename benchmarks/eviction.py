@@ -37,7 +37,8 @@ SEEDS = 3
 
 @dataclass(frozen=True)
 class Turn:
-    """A request. Its prompt is the system prompt `system` pages long, then its conversation's pages."""
+    """One request of a conversation, at time `at` in seconds. Its prompt is a system prompt of `system`
+    pages, followed by `pages` pages of the conversation."""
 
     at: float
     conversation: str
@@ -50,17 +51,19 @@ Trace = list[Turn]
 
 def turns(chance: random.Random, name: str, starts: float, sizes: Sequence[int], pause: float, spread: float,
           system: int = 0) -> Iterator[Turn]:  # fmt: skip
-    """Yield a conversation's turns with these prompt lengths, after pauses around `pause` seconds."""
+    """Yield the turns of the conversation `name`. `sizes` are their prompt lengths in pages, without system
+    prompt. Pauses between turns are random, with a mean of `pause` seconds."""
     for size in sizes:
         yield Turn(starts, name, size, system)
         starts += pause * chance.lognormvariate(-spread * spread / 2, spread)
 
 
 def sessions(chance: random.Random, count: int, spread: float = 0.5, page: int = PAGE_TOKENS) -> Trace:
-    """Agents' sessions of 16,000 to 84,000 tokens that grow to 42,000 to 105,000, in 30 turns.
+    """Make a trace of `count` agents' sessions of 30 turns. A session's prompts have 16,000 to 84,000 tokens
+    at first and grow towards 42,000 to 105,000, unless the first is longer.
 
     Args:
-        spread: The pauses' spread; 0: all of a session's are equal.
+        spread: Standard deviation of the logarithm of pauses between turns; 0: a session's pauses are equal.
         page: Tokens of a page.
     """
     trace: Trace = []
@@ -75,7 +78,8 @@ def sessions(chance: random.Random, count: int, spread: float = 0.5, page: int =
 
 
 def chats(chance: random.Random, rate: float, seconds: float = 900.0) -> Trace:
-    """Short chats that begin at `rate` a second, with a common system prompt; each ends after some turns."""
+    """Make a trace of short chats with a common system prompt. `rate` chats begin per second, for `seconds`
+    seconds; each ends after 1 to 20 turns."""
     trace: Trace = []
     starts = 0.0
     while (starts := starts + chance.expovariate(rate)) < seconds:
@@ -97,7 +101,7 @@ def segments(turn: Turn) -> list[tuple[str, int]]:
 
 
 class Uses:
-    """When each conversation of a trace is used."""
+    """Looks up when each conversation of a trace, or the system prompt, was last used and is used next."""
 
     def __init__(self, trace: Trace) -> None:
         self._at: dict[str, list[float]] = {}
@@ -114,7 +118,8 @@ class Uses:
 
 
 def found_in_order(trace: Trace, pages: int, key: Callable[[str, float], float]) -> list[int]:
-    """Return how many pages each turn finds if conversations lose their last pages, the largest key first."""
+    """Return how many pages of its prompt each turn finds in the cache. When `pages` are not enough, the
+    conversation with the largest `key` loses its last pages first."""
     held: dict[str, int] = {}
     found: list[int] = []
     for turn in trace:
@@ -149,7 +154,7 @@ def learned(trace: Trace, pages: int) -> list[int]:
 
 @functools.cache
 def links(name: str) -> bytes:
-    """Return the links of more pages than a conversation has."""
+    """Return made-up prefix-cache hashes (links) of a conversation's pages, enough for its longest prompt."""
     return hashlib.shake_128(name.encode()).digest(110_000 // PAGE_TOKENS * LINK_BYTES)
 
 

@@ -125,7 +125,8 @@ def _answer(row: Row, readme: bool) -> Sequence[object]:
 
 
 def _timed(what: str, ours: Row, *others: tuple[Row, str]) -> Line:
-    """Make a line that compares times. It has ratios only to times of the same commit."""
+    """Make a table line: our time, the other times, and their ratios to ours. A ratio appears only if both
+    times were measured at the same commit."""
     compared = [
         _value(other, name if _same_commit(ours, other) else f"{name}, another commit")
         for other, name in others

@@ -129,7 +129,8 @@ def products(result: Result) -> str:
 
 
 def chaos(result: Result) -> str:
-    """Make the table of chaos runs: counts. A result's `note` says how it was run, at which commit."""
+    """Make the table of chaos runs: for each case, the number of tries and of failed tries (`bad`). A
+    result's `note` says how it was run, at which commit."""
     rows = [[f"`{row['case']}`", row["tries"], row["bad"]] for row in result["rows"]]
     return markdown(("case", "tries", "bad"), rows)
 

@@ -1,8 +1,8 @@
 """Groups similar consecutive rows into runs. The first row of a run is its anchor (DeltaAttention, section
 4.1.1).
 
-Suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a chunk, L
-lanes = batch x heads x chunks.
+Shape suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a
+chunk, L lanes = batch x heads x chunks.
 
 The kernel takes from a block's Gram matrix `next[i]`, the first later row that is not close to row i. It
 follows `next` from anchor to anchor.

@@ -65,7 +65,8 @@ def options_for(spec: MethodSpec) -> Any:
 
 
 def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
-    """Return a part's factory, importing it if it was registered as a path. Raises MethodError."""
+    """Return the callable that makes a method's selector or backend. If it was registered as a path, import
+    it. Raises MethodError."""
     if not isinstance(registered, str):
         return registered
     module, _, name = registered.partition(":")

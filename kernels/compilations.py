@@ -14,7 +14,8 @@ Phases = tuple[tuple[str, int], ...]
 
 @dataclass
 class Compilations:
-    """Counts a process's compilations. Those after `ready` are logged, since requests may wait for them."""
+    """Counts the kernels that a process compiles or loads. Each one after `ready` is logged, since requests
+    may wait for it."""
 
     warm_up: int = 0
     serving: int = 0
@@ -34,7 +35,7 @@ class Compilations:
 
 
 def added_up(several: Iterable[Phases]) -> Phases:
-    """Add up the counts of several processes, phase by phase."""
+    """Sum the compilation counts of several processes, separately for warm-up and serving."""
     total: Counter[str] = Counter()
     for phases in several:
         total.update(dict(phases))

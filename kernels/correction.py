@@ -1,6 +1,6 @@
 """The Δ correction, which wraps any method (Δ Attention, Willette et al. 2025, section 3).
 
-Suffixes: R dense rows of the chunk.
+Shape suffixes: R dense rows of the chunk.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

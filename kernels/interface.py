@@ -1,6 +1,6 @@
 """Types that selectors, backends and workers share. Importing them loads no torch.
 
-Suffixes: B batch, H query heads, G key/value heads, T query rows of this chunk, S keys so far, D head
+Shape suffixes: B batch, H query heads, G key/value heads, T query rows of this chunk, S keys so far, D head
 dimension, N query blocks of this chunk (pages elsewhere), M key blocks so far.
 
 Between the chunks of a prompt, a method keeps one state per layer.

@@ -142,7 +142,8 @@ def main() -> int:
 
 
 def _known(arguments: argparse.Namespace, cases: Sequence[str]) -> list[Outcome]:
-    """Read the outcomes of --outcomes. Raises SystemExit if they lack a case."""
+    """Read the outcomes that earlier runs wrote to --outcomes. Raises SystemExit if the file has outcomes,
+    but lacks a case of this run."""
     if not arguments.outcomes or not arguments.outcomes.exists():
         return []
     outcomes = read_outcomes(arguments.outcomes)
@@ -274,7 +275,8 @@ def _outcome(
 def _recomputed(
     reader: Reader, questions: Sequence[Question], looked: Sequence[Looked], count: int, method: Outcome
 ) -> Outcome:
-    """Ask the questions again over recomputed blocks. method: The method's outcome without recomputation."""
+    """Ask the questions again, each after recomputing the `count` document blocks that it attends to most.
+    method: The method's outcome without recomputation."""
     found = ask_recomputed(reader, questions, looked, count)
     blocks = -(-reader.length // BLOCK)
     return replace(

@@ -129,7 +129,8 @@ class AnswerDecoder:
         self._beside = beside or self
 
     def _sides(self, k: torch.Tensor, v: torch.Tensor) -> Sides:
-        """Return k and v in the pages' format."""
+        """Return k and v as the pages store them. For an int8 KV cache, quantise them and add their
+        scales."""
         if not self._cache.int8:
             return k, v
         (k_bytes, k_scales), (v_bytes, v_scales) = quantise(k), quantise(v)

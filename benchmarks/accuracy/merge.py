@@ -42,7 +42,8 @@ def conclude(
     result: Path | None,
     compare: Path | None = None,
 ) -> int:
-    """Print and write the rows. Return 1 if a gate is missed or a row differs from the result `compare`."""
+    """Make the result rows of all outcomes, print them as a table and write them to the file `result`. Return
+    1 if a gate is missed or a row differs from the results file `compare`."""
     found = rows(outcomes, BASELINE)
     print(table(found))
     pooled = together(found)

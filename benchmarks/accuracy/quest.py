@@ -23,13 +23,15 @@ FULL_LAYERS = 2
 
 @dataclass(frozen=True)
 class QuestPlan:
-    """Options of Quest. budget: Pages per head."""
+    """Options of Quest. budget: Maximum number of pages that a query head reads."""
 
     layers: int
     budget: int
 
     def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
-        """Return the numbers of pages read and of all pages, over selecting layers, for `length` tokens."""
+        """Return the number of pages that a decode step reads and the number that full decode would read,
+        summed over layers that select pages. The request has `length` tokens. selects: False: the step reads
+        all pages."""
         held, layers = pages_for(length), self.layers - FULL_LAYERS
         return layers * (min(held, self.budget) if selects else held), layers * held
 

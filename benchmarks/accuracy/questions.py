@@ -66,7 +66,7 @@ class Looked:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Answers over recomputed blocks.
+    """Answers to questions that were asked after their most attended blocks were recomputed densely.
 
     Attributes:
         tiles: Mean number of tiles recomputed for a question, per head and layer.
@@ -86,8 +86,8 @@ def ask(
     """Answer each question over the reader's document. The reader does not change.
 
     Args:
-        keep: Called for every layer of every pass.
-        look: Called for every layer and question.
+        keep: Called for every layer of every pass with the questions' keys and values.
+        look: Called for every layer and question with the rotated queries of the question's prompt.
     """
     answered: dict[int, Answered] = {}
     for indices in _passes([_rows(question) for question in questions]):

@@ -228,7 +228,8 @@ def _answers(given: Mapping[str, Any]) -> Answers:
 
 
 def _asked(arguments: argparse.Namespace, left: Sequence[Wanted]) -> Iterator[tuple[Wanted, list[Answers]]]:
-    """Ask about each document in `left`."""
+    """Ask the service about each document in `left`, until --minutes are over. Yield each document's
+    answers."""
     started = time.monotonic()
     tokenizer = load_tokenizer(load(arguments.config).model.path)
     texts = {path.stem: load_text(path, tokenizer) for path in arguments.text}

@@ -43,7 +43,8 @@ def kept(row: Mapping[str, Any]) -> str:
 
 
 def served(result: Result) -> str:
-    """Make the table of answers through gRPC. Lost and won are relative to the first row."""
+    """Make the table of exact answers of the service. Its columns lost and won count questions that only the
+    first row's case, or only this row's case, answers exactly."""
     header = (
         "task", "case", "method", "decode", "tokens", "density", "pages", "computed again", "first token, s",
         "exact", "of the first row's, 95% over documents", "lost, won; p over questions", "same answers",

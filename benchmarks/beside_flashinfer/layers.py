@@ -1,4 +1,5 @@
-"""Pairs of kernels between GEMMs: RMS norm, RoPE with KV write, SiLU. Kernels' suffixes, and N: copies."""
+"""Pairs of our and FlashInfer's kernels between GEMMs: RMS norm, RoPE with KV write, SiLU. Shape suffixes are
+those of our kernels, and N: copies of the inputs."""
 
 from __future__ import annotations
 
@@ -130,7 +131,8 @@ class _Rotation:
         return torch.split(self.qkv_NTXD[i].flatten(1), widths, dim=1)
 
     def compare(self, ours: Run, theirs: Run) -> float:
-        """Run both on the same rows and pages. Compare q and all pages."""
+        """Run our kernel and FlashInfer's on the same rows and pages. Return the largest difference in q and
+        in all KV cache pages."""
         state = self.qkv_NTXD[0], self.k_PSGD, self.v_PSGD
         before = copied(state)
         mine = [*copied(ours(0)), *copied(state[1:])]

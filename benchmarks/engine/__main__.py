@@ -265,7 +265,7 @@ class Run:
                 self.keep(one, setup)
 
     def asked(self, client: DeltafrontClient, setup: Setup) -> None:
-        """Measure TTFT of prompts that end in their question."""
+        """Measure TTFT of prompts that end in their question, for each number of blocks in --recompute."""
         given = self.given
         for tokens, blocks in itertools.product(given.tokens, given.recompute):
             documents = self.prompts(given.repeats, tokens - measure.APPENDED, seed=97)

@@ -40,7 +40,8 @@ LOADS = (Load(10, 32_768, 128), Load(64, 2048, 128))
 
 @dataclass
 class Heard:
-    """Times of one answer, in seconds since its request. expected_s: predicted by its first event; 0: not."""
+    """Times of one answer. expected_s: TTFT that the service predicted, in seconds; 0: no prediction.
+    tokens_s: arrival of each token, in seconds since the request."""
 
     expected_s: float = 0.0
     tokens_s: list[float] = field(default_factory=list)
@@ -60,7 +61,8 @@ def settings(load: Load, gap_ms: float) -> dict[str, Any]:
 def answered(
     client: DeltafrontClient, prompts: Sequence[Sequence[int]], answer: int, options: Mapping[str, Any]
 ) -> tuple[float, list[Heard]]:
-    """Send all prompts together. Return the seconds until the last answer is complete, and their times."""
+    """Send all prompts together. Return the seconds until the last answer is complete, and each answer's
+    times."""
 
     def ask(ids: Sequence[int]) -> Heard:
         began, heard = time.perf_counter(), Heard()

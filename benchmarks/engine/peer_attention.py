@@ -1,4 +1,4 @@
-"""torch's attention over a chunk: SDPA's FlashAttention-2 and cuDNN. Suffixes: `kernels.interface`."""
+"""torch's attention over a chunk: SDPA's FlashAttention-2 and cuDNN. Shape suffixes: `kernels.interface`."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def _prompts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[TaskPr
 
 
 def by_method(settings: Sequence[Setting]) -> dict[str, list[int]]:
-    """Return each method's numbers of blocks, ascending, so that each sample is prefilled once per method."""
+    """Return, for each method, the ascending numbers of blocks to recompute that its settings name. So each
+    sample is prefilled once per method."""
     blocks: dict[str, set[int]] = {}
     for setting in settings:
         blocks.setdefault(setting.method, set()).add(setting.blocks)
@@ -87,7 +88,8 @@ def all_answers(
     arguments: argparse.Namespace,
     decode: Decode,
 ) -> dict[int, list[MeasuredAnswer]]:
-    """Answer all samples with a method. Return the list of answers for each number of blocks."""
+    """Answer all samples with a method, once for each number of blocks to recompute. Return the answers by
+    that number."""
     answers: dict[int, list[MeasuredAnswer]] = {count: [] for count in blocks}
     for first in range(0, len(samples), arguments.together):
         group = slice(first, first + arguments.together)

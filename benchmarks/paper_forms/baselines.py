@@ -1,6 +1,6 @@
 """Baselines for all heads: MInference's block-sparse pattern and SpargeAttn's prediction of tiles.
 
-Shape suffixes are those of `kernels.interface`.
+Shape suffixes are defined in `kernels.interface`.
 """
 
 from __future__ import annotations

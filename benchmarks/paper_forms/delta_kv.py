@@ -3,7 +3,7 @@ are not chosen by similarity.
 
 A packed key is its anchor's own row. So exact and packed keys share one softmax over the prompt's keys, with
 weights: 1 for an exact key, the run's length for an anchor of packed keys, 0 for other keys. A slab of query
-blocks is computed at once. Shape suffixes are those of `kernels.interface`.
+blocks is computed at once. Shape suffixes are defined in `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PhasedDeltaKV(ABC):
 
     @abstractmethod
     def anchors(self, x: AttentionInput, state: DeltaKVState) -> torch.Tensor:
-        """Return is_anchor_BGS. The first key is always an anchor."""
+        """Mark the keys that are anchors: is_anchor_BGS. The first key is always one."""
 
     def attend(
         self, x: AttentionInput, mask: TileMask | None, state: DeltaKVState, phase: Phase

@@ -1,7 +1,7 @@
 """The Δ correction of StreamingLLM with smoothed differences (Δ Attention, appendix J), optionally with the
 paper's dense end (appendix C).
 
-Shape suffixes are those of `kernels.interface`; R dense rows, C components of the filter's state.
+Shape suffixes are defined in `kernels.interface`; R dense rows, C components of the filter's state.
 """
 
 from __future__ import annotations

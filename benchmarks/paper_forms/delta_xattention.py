@@ -1,7 +1,7 @@
 """Controls of DeltaXAttention: XAttention with every tile packed, and XAttention with fewer tiles at the same
 cost.
 
-Shape suffixes are those of `kernels.interface`.
+Shape suffixes are defined in `kernels.interface`.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def model_of(arguments: argparse.Namespace) -> ModelSpec:
 
 
 def method_of(arguments: argparse.Namespace) -> MethodSpec:
-    """Return the method of the arguments, with min_tokens 0."""
+    """Return the method of the arguments, with min_tokens 0, so that no document is short enough for dense
+    attention."""
     load(METHODS)
     given = parse_method(arguments.method)
     return method_spec(given.name, {**given.values, "min_tokens": 0})

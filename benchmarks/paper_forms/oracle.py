@@ -1,6 +1,6 @@
 """Oracles: the methods of this package by their definitions, one row or tile at a time.
 
-Shape suffixes are those of `kernels.interface`.
+Shape suffixes are defined in `kernels.interface`.
 """
 
 from __future__ import annotations

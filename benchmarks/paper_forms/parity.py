@@ -118,7 +118,8 @@ def sparge_attn(folder: Path, x: AttentionInput) -> Iterator[Compared]:
 
 
 def quest(folder: Path, x: AttentionInput) -> Iterator[Compared]:
-    """Compare the pages of the last query. Ours always keep the page being written, theirs do not."""
+    """Compare the pages that our Quest and the authors' select for the last query. Ours always keeps the page
+    being written, theirs does not."""
     packages = ("transformers.models.llama.modeling_llama", "transformers.cache_utils")
     with without("transformers", *packages, "transformers.models.mistral.modeling_mistral"):
         module = file_module(folder / "evaluation" / "quest_attention.py")
@@ -137,7 +138,8 @@ def quest(folder: Path, x: AttentionInput) -> Iterator[Compared]:
 
 
 def delta(folder: Path, x: AttentionInput) -> Iterator[Compared]:
-    """Compare the pages of one request. Logarithms are natural, as the factor's name in their kernel says."""
+    """Compare the page scores of our and the authors' DELTA, and the pages that they select, for one request.
+    Logarithms are natural, as the name `log2e` of a factor in the authors' kernel implies."""
     parts = folder / "DELTA" / "Engine" / "DELTA"
     scores, selector_of = file_module(parts / "page_score.py"), file_module(parts / "page_selector.py")
     q_HD, k_SHD = x.q_BHTD[0, :, -1].float(), repeated(x)[1][0].transpose(0, 1).float()

@@ -1,7 +1,7 @@
 """Helpers of `parity`: compare rows of two selections, and load the papers' code.
 
 Modules are loaded file by file. Packages that only other parts of the code need are replaced by empty
-modules. Shape suffixes are those of `kernels.interface`.
+modules. Shape suffixes are defined in `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ Rows = list[set[int]]
 
 @dataclass(frozen=True)
 class Compared:
-    """The result of a comparison.
+    """The result of comparing our selection of tiles or pages with that of a paper's code.
 
     Attributes:
-        same, rows: Number of identical rows, and of all rows.
-        shared: Share of the entries in rows that differ, kept by ours and by theirs.
-        ours, theirs: Number of entries kept in all rows.
+        same, rows: Number of rows with identical selections, and of all rows.
+        shared: In rows that differ, the entries that both selections keep, divided by those that either
+            keeps.
+        ours, theirs: Number of entries that each selection keeps in all rows together.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Selectors that rank tiles by scores which the service does not have, in torch on any device.
 
-Shape suffixes are those of `kernels.interface`; I, J groups of rows and of keys, S rows of a group.
+Shape suffixes are defined in `kernels.interface`; I, J groups of rows and of keys, S rows of a group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""FlexPrefill: each head is query-aware or vertical-slash. Suffixes are those of `kernels.interface`."""
+"""FlexPrefill: each head is query-aware or vertical-slash. Shape suffixes are defined in
+`kernels.interface`."""
 
 from __future__ import annotations
 

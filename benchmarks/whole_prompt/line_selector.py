@@ -1,4 +1,4 @@
-"""Base class of both whole-prompt selectors. Suffixes are those of `kernels.interface`."""
+"""Base class of both whole-prompt selectors. Shape suffixes are defined in `kernels.interface`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Finds the heaviest vertical and slash lines in the attention of a prompt's last queries.
 
 Both papers keep single columns and diagonals. Tiles of 128 x 128 cannot, so a line here is a key block, or a
-band of 128 diagonals, which crosses two tiles of a query block. Shape suffixes are those of
+band of 128 diagonals, which crosses two tiles of a query block. Shape suffixes are defined in
 `kernels.interface`; L last queries.
 """
 
@@ -19,7 +19,7 @@ KEPT = Rule("cumulative", 0.5, outside=True)
 
 
 def cpu_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `line_masses` of `last_attention`."""
+    """Compute, in torch, `line_masses` of the attention of the prompt's last `queries` rows."""
     return line_masses(last_attention(x, queries))
 
 

@@ -4,7 +4,7 @@ The first pass writes every row's maximum and sum of exponentials for each split
 computes the logits again and adds up their weights, so no tensor of R x S is stored. `lines.last_attention`
 and `lines.line_masses` define the masses.
 
-Shape suffixes are those of `kernels.interface`; R last query rows of a head, K the 128 keys of a block, C
+Shape suffixes are defined in `kernels.interface`; R last query rows of a head, K the 128 keys of a block, C
 splits of the keys, I the three bands of distance that a tile of R x 128 can cross.
 """
 

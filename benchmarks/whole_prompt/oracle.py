@@ -1,6 +1,6 @@
 """Oracles: the baselines by their definitions, one pair of query and key at a time.
 
-Shape suffixes are those of `kernels.interface`.
+Shape suffixes are defined in `kernels.interface`.
 """
 
 from __future__ import annotations

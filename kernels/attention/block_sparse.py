@@ -1,4 +1,4 @@
-"""Block-sparse attention over each query block's tiles of a mask. Suffixes: J keys of these tiles."""
+"""Block-sparse attention over each query block's tiles of a mask. Shape suffixes: J keys of these tiles."""
 
 import torch
 

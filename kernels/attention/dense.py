@@ -1,4 +1,4 @@
-"""Dense attention: exact and causal, over every key or a sliding window. Suffixes: R query rows."""
+"""Dense attention: exact and causal, over every key or a sliding window. Shape suffixes: R query rows."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,7 +12,7 @@ ROWS = 512
 
 
 class DenseBackend:
-    """Dense attention from any q_start. It ignores masks.
+    """Exact causal attention. A chunk may start at any position; masks are ignored.
 
     window: Sliding window in keys, including the row's own key. 0: no window.
     """

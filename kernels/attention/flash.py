@@ -61,8 +61,9 @@ def flash_kernel(  # noqa: PLR0915
     LISTED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for ROWS rows of one query head; the first programs take the last rows. PACKED:
-    `inputs.PackedKeys`. WINDOW: sliding window in keys, including the row's own key; 0: none."""
+    """Compute attention for ROWS rows of one query head; the first programs take the last rows.
+    `inputs.PackedKeys` explains the packed arguments. WINDOW: sliding window in keys, including the row's own
+    key; 0: none."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)

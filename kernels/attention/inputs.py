@@ -1,6 +1,6 @@
 """Inputs and outputs that attention backends share, and their checks.
 
-Suffixes: R rows of a launch, P packed rows, C pack chunks.
+Shape suffixes: R rows of a launch, P packed rows, C pack chunks.
 """
 
 import math
@@ -85,7 +85,8 @@ def attend_keys(
 
 
 def check_mask(x: AttentionInput, mask: TileMask | None, name: str) -> TileMask:
-    """Check, without a synchronisation, that the mask fits x, and return it. Raises KernelInputError."""
+    """Check, without a synchronisation, that there is a mask and that it fits x, and return it. Raises
+    KernelInputError."""
     x.require_aligned(name)
     if mask is None:
         raise KernelInputError(f"{name} needs a tile mask, from a selector")

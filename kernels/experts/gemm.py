@@ -4,8 +4,8 @@ A tile covers rows of one expert and some output columns. The grid has the maxim
 routing needs. Each program finds its expert from the counts on the device, so the host does not wait for the
 counts.
 
-Suffixes: M assignments, E experts, I input width, O output width, R rows and C columns of a tile, D a step
-along the inputs.
+Shape suffixes: M assignments, E experts, I input width, O output width, R rows and C columns of a tile, D a
+step along the inputs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -187,5 +187,6 @@ def kernel_gemm(
 
 
 def _parts(x: LinearInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and scales. Without quantisation, return x twice: the kernel reads no scales."""
+    """Return the FP8 values and scales of x. If x is not quantised, return x in both places, because the
+    kernel then reads no scales."""
     return (x.values_TI, x.scale_T1) if isinstance(x, Fp8Rows) else (x, x)

@@ -1,6 +1,7 @@
 """An MLP that is a mixture of experts (Shazeer et al. 2017, section 2; SwiGLU experts as Jiang et al. 2024).
 
-Suffixes: T tokens, C hidden size, E experts, K experts of a token, M = T K, I an expert's width, J = 2 I.
+Shape suffixes: T tokens, C hidden size, E experts, K experts of a token, M = T K, I an expert's width,
+J = 2 I.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Top-k routing: chooses each token's experts and sorts the assignments by expert, without a host
 synchronisation.
 
-Suffixes: T tokens, E experts, K experts of a token, M = T K assignments; assignment t K + k is token t's k-th
-expert.
+Shape suffixes: T tokens, E experts, K experts of a token, M = T K assignments; assignment t K + k is token
+t's k-th expert.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

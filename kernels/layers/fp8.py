@@ -1,7 +1,7 @@
 """FP8 (e4m3) matrices with one scale per row, and their GEMM. Activations are quantised at every call,
 weights once.
 
-Suffixes: T rows (tokens), I input width, O output width.
+Shape suffixes: T rows (tokens), I input width, O output width.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -5,7 +5,7 @@ Channel d is (number[d] - 128) · scale, with numbers of 1 .. 255. A scale is on
 and three of fraction: the upper bits of a float16, times 2^-6. A scale depends only on its row, so writing a
 token never changes the tokens already in a page.
 
-Suffixes: R rows of a layer's KV cache, G key/value heads, D head dimension, S tokens of a sequence.
+Shape suffixes: R rows of a layer's KV cache, G key/value heads, D head dimension, S tokens of a sequence.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

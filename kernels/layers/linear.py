@@ -1,6 +1,6 @@
 """GEMMs of linear layers with 16-bit or 32-bit weights: our kernel for large T on Hopper, otherwise torch's.
 
-Suffixes: T tokens, I input width, O output width, J = 2 O: the channels of gate, then those of up.
+Shape suffixes: T tokens, I input width, O output width, J = 2 O: the channels of gate, then those of up.
 """
 
 import torch

@@ -38,7 +38,8 @@ _LOG2E = gl.constexpr(LOG2E)
 
 
 class LinearWork(NamedTuple):
-    """Sizes of a launch. steps: of DEPTH columns. apart: weight rows between a tile's two pieces' starts."""
+    """Sizes of a launch. steps: number of steps of DEPTH input columns. apart: weight rows from the start of
+    a tile's first piece to the start of its second."""
 
     row_tiles: gl.tensor
     column_tiles: gl.tensor
@@ -50,9 +51,9 @@ class LinearBuffers(NamedTuple):
     """Shared memory.
 
     Attributes:
-        x: Each warpgroup's 64 rows of a stage.
-        weight: A stage's two pieces, under x's barriers.
-        out: Each warpgroup's 64 rows of one piece.
+        x: Each warpgroup's 64 rows of x for one step along the input width.
+        weight: The two pieces of weight rows for one step. They share x's barriers.
+        out: Each warpgroup's 64 output rows of one piece.
     """
 
     x: Ring

@@ -1,4 +1,4 @@
-"""Launches our Hopper GEMM for large M, where it beats cuBLAS. Suffixes as in `linear.py`."""
+"""Launches our Hopper GEMM for large M, where it beats cuBLAS. Shape suffixes are defined in `linear.py`."""
 
 from functools import lru_cache
 

@@ -1,4 +1,4 @@
-"""Fused residual add and RMSNorm. Suffixes: T tokens, C hidden size."""
+"""Fused residual add and RMSNorm. Shape suffixes: T tokens, C hidden size."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

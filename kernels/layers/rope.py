@@ -1,7 +1,7 @@
 """Applies QK norm and RoPE and writes K and V to the KV cache, in one pass over the fused QKV projection.
 
-Suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G, D head
-dimension, F = D / 2, R rows of a layer's KV cache.
+Shape suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G, D
+head dimension, F = D / 2, R rows of a layer's KV cache.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,4 +1,4 @@
-"""Activation functions between an MLP's two GEMMs. Suffixes: T tokens, I intermediate size, J = 2 I."""
+"""Activation functions between an MLP's two GEMMs. Shape suffixes: T tokens, I intermediate size, J = 2 I."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

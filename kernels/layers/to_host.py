@@ -1,4 +1,4 @@
-"""Writes a decode step's tokens to host memory. Suffixes: R rows of the batch."""
+"""Writes a decode step's tokens to host memory. Shape suffixes: R rows of the batch."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -1,6 +1,6 @@
 """Paged decode attention, page scores and page selection on the CPU, one request at a time, in fp32.
 
-Suffixes: T tokens and N pages of one request, Q query heads of one key head.
+Shape suffixes: T tokens and N pages of one request, Q query heads of one key head.
 """
 
 import torch

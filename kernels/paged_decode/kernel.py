@@ -1,8 +1,8 @@
 """Paged decode attention in Triton (flash-decoding). `_attend` computes each split of the keys, `_merge`
 combines the splits, `_score` computes page scores without reading the keys again.
 
-Suffixes: C splits of a request, B blocks of keys, T keys of a block, E bundles of 8 blocks, W the blocks of a
-bundle.
+Shape suffixes: C splits of a request, B blocks of keys, T keys of a block, E bundles of 8 blocks, W the
+blocks of a bundle.
 
 For page scores `_attend` writes each key's p, relative to the running maximum after its block, and that
 maximum. After `_merge` has computed the LSE, `_score` turns p into softmax weights. p is stored in place of

@@ -1,8 +1,8 @@
 """Inputs of paged decode attention, and their checks.
 
-Suffixes: R requests, H query heads, G key/value heads, D head dimension, S tokens of a page (16), K maximum
-number of selected pages. P counts pages of the pool in k and v, pages of one request in tables and page
-scores.
+Shape suffixes: R requests, H query heads, G key/value heads, D head dimension, S tokens of a page (16), K
+maximum number of selected pages. P counts pages of the pool in k and v, pages of one request in tables and
+page scores.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Options that change a request's logits before its next token is chosen, as in vLLM: bias, penalties,
 min_tokens and min_p.
 
-Suffixes: R requests, K requests with such options, V vocabulary.
+Shape suffixes: R requests, K requests with such options, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class LogitOptions:
     floor_K1: torch.Tensor
 
     def change(self, logits_RV: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-        """Return the changed logits. positions_R: Positions of the tokens to choose.
+        """Return the logits with bias, penalties and min_tokens applied. positions_R: Positions of the tokens
+        to choose.
 
         A forbidden end token gets the lowest finite logit, so that it is chosen if a grammar allows no other.
         """
@@ -57,6 +58,6 @@ class LogitOptions:
         return scaled_RV.index_copy(0, self.rows_K, scaled_KV)
 
     def count(self, ids_R: torch.Tensor) -> None:
-        """Count the chosen tokens."""
+        """Add each request's chosen token to its token counts, which the penalties use."""
         ids_K1 = ids_R[self.rows_K][:, None]
         self.counts_KV.scatter_add_(1, ids_K1, torch.ones_like(ids_K1, dtype=self.counts_KV.dtype))

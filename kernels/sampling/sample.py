@@ -1,4 +1,4 @@
-"""Chooses each request's next token, independently of the others in the batch. Suffixes: R requests, V
+"""Chooses each request's next token, independently of the others in the batch. Shape suffixes: R requests, V
 vocabulary.
 
 The random noise depends only on (seed, position, token id), so a request samples the same tokens in any batch
@@ -63,8 +63,11 @@ class SamplingRows:
 def sample(
     logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply the options, temperature, min-p, top-k, then top-p to the rest, like transformers. Sample by the
-    Gumbel-max trick.
+    """Choose each row's next token: the most likely one if greedy, otherwise a sample by the Gumbel-max
+    trick.
+
+    Logit options and allowed tokens apply to all rows. Sampled rows then apply temperature, min-p, top-k, and
+    top-p to the tokens that are left, like transformers.
 
     Args:
         positions_R: Absolute positions of the tokens to sample.

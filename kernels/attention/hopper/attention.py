@@ -57,7 +57,8 @@ NEVER, ALWAYS, IF_MASKED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 class OwnRows(NamedTuple):
-    """A warpgroup's 64 rows of one item: their queries, in shared memory or registers, and their keys."""
+    """A warpgroup's 64 query rows of one item, in shared memory or registers, and the keys that they may
+    attend to (`seen`)."""
 
     q: gl.tensor
     seen: Seen
@@ -99,7 +100,8 @@ def _begin_sum(running, buffer, PLAN: gl.constexpr):
 def _advance(
     running, done, i, rows, buffers, WEIGHTED: gl.constexpr, MASK: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Compute the scores and p of tile i while adding tile i - 1 to acc. done: tiles added so far."""
+    """Compute the scores and p (softmax weights) of key tile i while adding p · v of tile i - 1 to acc. done:
+    tiles added so far."""
     seen = rows.seen
     keys = buffers.k
     values = buffers.v

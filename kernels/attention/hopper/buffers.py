@@ -19,10 +19,11 @@ class Buffers(NamedTuple):
     """Shared memory, filled by the producer warp.
 
     Attributes:
-        q: (1, 1, 64, D) a buffer: one warpgroup's queries, later its output.
-        k, v: (1, 1, 128, D) a buffer: tiles for every warpgroup.
-        lengths: (1, 1, 128) float32 a buffer (PACKED): run lengths of k's keys, under k's barriers.
-        entries: (1,) int64 a buffer.
+        q: One buffer is (1, 1, 64, D): one warpgroup's queries, later its output.
+        k, v: One buffer is (1, 1, 128, D): a tile of keys or values, which every warpgroup reads.
+        lengths: (PACKED) One buffer is (1, 1, 128) float32: the run lengths of the packed keys in k. It
+            shares k's barriers.
+        entries: One buffer is (1,) int64: a work item, encoded as `items.py` explains.
     """
 
     q: Ring

@@ -12,7 +12,7 @@ all heads; the longest tile lists first."""
 
 @dataclass(frozen=True)
 class HopperPlan:
-    """The kernel's only compile-time argument. Measurements chose the values after `order`
+    """The kernel's only compile-time argument. The values of fields after `order` were tuned by measurements
     (docs/log/2026-11-21.md at 4fe709c6)."""
 
     dim: int

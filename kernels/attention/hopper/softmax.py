@@ -59,7 +59,8 @@ def acc_layout(dim):
 
 @gluon.constexpr_function
 def spread_layout():
-    """Return the layout of (64, 8): four threads share a row, two columns each."""
+    """Return the register layout of l_i kept per thread, (64, 8): four threads share a row, two columns
+    each."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
 
 
@@ -126,8 +127,9 @@ def _add_columns(l_i, x):
 
 @gluon.jit
 def online_softmax(s, m_i, l_i, scale, lengths, WEIGHTED: gl.constexpr, PLAN: gl.constexpr):
-    """Return p of one tile's scores s, the new m_i and l_i, and alpha. WEIGHTED: key j stands for
-    `lengths[j]` keys; lengths has shape (128,)."""
+    """Return p (unnormalised softmax weights) of one tile's scores s, the new m_i (maximum) and l_i (sum),
+    and alpha, the factor that rescales acc. WEIGHTED: key j stands for `lengths[j]` keys; lengths has shape
+    (128,)."""
     m_ij = gl.maximum(m_i, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - m_ij[:, None])
     alpha = gl.exp2(m_i - m_ij)

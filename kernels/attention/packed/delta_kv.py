@@ -1,7 +1,7 @@
 """Delta-KV attends to far keys packed by runs, and exactly to the `critical` tokens before each query block
 (DeltaAttention, section 4.1).
 
-Suffixes: J keys that a query block attends to.
+Shape suffixes: J keys that a query block attends to.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """DeltaXAttention computes the tiles with the best scores exactly and a mask's other tiles over packed keys
 (DeltaAttention, section 4.2).
 
-Suffixes: J keys attended to.
+Shape suffixes: J keys attended to.
 """
 
 import math
@@ -27,7 +27,8 @@ from deltafront.kernels.selectors.rules.rule import ROUNDING
 
 
 class DeltaXAttentionBackend:
-    """Computes `exact_share` of a mask's tiles exactly and the others packed. The mask must have scores."""
+    """Computes the share `exact_share` of a mask's tiles with their exact keys and the others over packed
+    keys. The mask must have scores."""
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos
@@ -52,7 +53,7 @@ class DeltaXAttentionBackend:
         return self.tiles_of_heads(x, mask, state).sum()
 
     def tiles_of_heads(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
-        """Return `computed_tiles` of each head: float64 (B, H)."""
+        """Count the q · k dot products of `attend` for each query head, in tiles: float64 (B, H)."""
         kept = self._check(x, mask)
         exact_BHNM = self._exact(x, kept)
         entry_M = torch.arange(kept.index_BHNM.shape[-1], device=exact_BHNM.device)

@@ -1,6 +1,6 @@
 """DeltaXAttention on the GPU. One kernel marks the exact tiles, another attends to exact and packed tiles.
 
-Suffixes: N query blocks, M tiles of a block's list.
+Shape suffixes: N query blocks, M tiles of a block's list.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

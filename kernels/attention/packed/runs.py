@@ -1,6 +1,6 @@
 """The state that packed attention keeps between prefill chunks: where each run of similar keys begins.
 
-Suffixes: C complete pack chunks, P packed rows of one key head, R rows of one pack chunk.
+Shape suffixes: C complete pack chunks, P packed rows of one key head, R rows of one pack chunk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Anchor slots and tile scores on the CPU. Suffixes: R rows of a block."""
+"""Anchor slots and tile scores on the CPU. Shape suffixes: R rows of a block."""
 
 import torch
 from torch.nn import functional

@@ -1,6 +1,6 @@
 """Settings of DPXA's anchors, and the table of anchor slots.
 
-Suffixes: A anchor slots of a block.
+Shape suffixes: A anchor slots of a block.
 """
 
 from __future__ import annotations

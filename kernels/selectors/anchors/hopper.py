@@ -3,7 +3,8 @@
 Four consumer warpgroups take 64 query slots each. The kernel is bound by reads of shared memory
 (docs/log/2026-11-22.md at 4fe709c6). The order of slots in `_by_block` and `_counts` reduces these reads.
 
-Suffixes: X query slots of a warpgroup, Y key slots of a tile, W key blocks of a tile, S slots of a block.
+Shape suffixes: X query slots of a warpgroup, Y key slots of a tile, W key blocks of a tile, S slots of a
+block.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

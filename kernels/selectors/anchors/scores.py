@@ -1,6 +1,7 @@
 """Sums each tile's anchor scores, on the GPU.
 
-Suffixes: X query slots of a kernel's tile, from several heads and blocks; Y its key slots; W its key blocks.
+Shape suffixes: X query slots of a kernel's tile, from several heads and blocks; Y its key slots; W its key
+blocks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -116,7 +117,8 @@ def score_sums(
     first_row: int,
     blocks: int,
 ) -> Sums:
-    """Compute log2 of score sums for `blocks` query blocks from `first_row` on, one row per query slot."""
+    """Compute the log2 sums of anchor scores (`Sums`) for `blocks` query blocks from `first_row` on, with one
+    row per query slot."""
     batch, heads = x.q_BHTD.shape[:2]
     kv_heads, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
     columns = x.first_block + first_row + blocks

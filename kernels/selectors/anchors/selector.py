@@ -18,7 +18,8 @@ _K_RELAX = 0.15
 
 @dataclass
 class KeyAnchors(ScoredState):
-    """A layer's selection rule and anchor slots of its keys. `done` of `blocks` blocks are filled."""
+    """A layer's selection rule and the anchor slots of its keys. The first `done` of the prompt's `blocks`
+    key blocks have filled slots."""
 
     table: BlockAnchors
     blocks: int

@@ -1,7 +1,8 @@
 """Fills anchor slots on the GPU. One kernel computes `next` from each block's Gram matrix (`anchor_scan.py`),
 a second follows `next` to find the runs, a third copies their first rows into slots.
 
-Suffixes: R rows of a block, Z lanes = levels (L) x batch x heads x blocks. A level is a cosine threshold.
+Shape suffixes: R rows of a block, Z lanes = levels (L) x batch x heads x blocks. A level is a cosine
+threshold.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

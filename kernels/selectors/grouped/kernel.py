@@ -1,7 +1,7 @@
 """Computes XAttention's scores between groups of `step` rows, on the GPU.
 
-Suffixes: I, J query and key groups, F = step x D, X query groups and Y key groups of a tile, W key blocks of
-a tile.
+Shape suffixes: I, J query and key groups, F = step x D, X query groups and Y key groups of a tile, W key
+blocks of a tile.
 
 The logit of groups i and j is the sum over u < step of q[step i + u] . k[step j + step-1-u]: one dot product
 of length F of packed groups. The kernel is bound by reads from L2, so 16-bit inputs are converted to FP8.
@@ -105,8 +105,8 @@ def packed_keys(k_BGSD: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
-    """Compute each query group's logit with the key group at the same positions: float32 own_BHI, times log2
-    e. -inf: no causal pair of rows exists."""
+    """Compute each query group's logit with the key group at the same positions, over causal pairs of rows
+    only: float32 own_BHI, times log2 e. -inf: no causal pair exists."""
     batch, heads, rows, dim = x.q_BHTD.shape
     check_head_dim(dim)
     row_groups = x.query_blocks * (BLOCK // step)

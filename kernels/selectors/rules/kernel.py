@@ -1,7 +1,7 @@
 """Selects tiles on the GPU from scores or from `Sums`, by bisection over integers.
 
-Suffixes: R rows of `Sums` of one query block, W key blocks of the whole prompt, rounded up to a power of two.
-W does not depend on the chunk, so that sums are always computed in the same order.
+Shape suffixes: R rows of `Sums` of one query block, W key blocks of the whole prompt, rounded up to a power
+of two. W does not depend on the chunk, so that sums are always computed in the same order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -177,7 +177,8 @@ def apply_to_sums(
     count_BHN: torch.Tensor | None,
     score_BHNM: torch.Tensor | None,
 ) -> None:
-    """Apply the rule to a slab and write its rows of the given tables; without a rule, only scores."""
+    """Select the tiles of a slab of query blocks by `rule`, and write the slab's rows of the mask's given
+    tables. Without a rule, write only the scores."""
     given = (index_BHNM, count_BHN, score_BHNM)
     tables = [None if table is None else table[:, :, sums.first_row :] for table in given]
     part = sums.part_BHNRM

@@ -1,6 +1,7 @@
-"""The output of score kernels, from which rules compute tile scores, in slabs of query blocks.
+"""The output of score kernels for a slab (consecutive query blocks). Selection rules compute tile scores from
+it.
 
-Suffixes: R rows of one query block, such as its anchor slots or groups of query rows.
+Shape suffixes: R rows of one query block, such as its anchor slots or groups of query rows.
 """
 
 from collections.abc import Iterator
