@@ -27,8 +27,8 @@ class Query:
     """One PromQL query of a panel.
 
     Attributes:
-        legend: Legend of each series; in a table, the column's title. unit, levels: In a table, those of the
-            column.
+        legend: Legend of each series; in a table, the column's title. unit, levels: In a table, the column's
+            unit and thresholds.
     """
 
     expr: str
@@ -200,7 +200,7 @@ def _defaults(panel: Panel) -> Json:
 
 
 def _overrides(panel: Panel) -> Iterator[Json]:
-    """Set the columns' units and colours."""
+    """Yield a table's field overrides: the unit and the colours of each query's column."""
     for query in panel.queries if panel.kind == "table" else ():
         properties: list[Json] = [{"id": "unit", "value": query.unit or panel.unit}]
         if query.levels:

@@ -20,8 +20,8 @@ _DENSE = (
 
 
 def _dense(by: str, window: str) -> str:
-    """Estimate the seconds of attention over all causal tiles. Series without prompts are left out, since
-    0 / 0 would make the sum NaN.
+    """Make the PromQL that estimates dense attention's seconds: measured seconds times causal over computed
+    tiles. Series without prompts are left out, since 0 / 0 would make the sum NaN.
     """
     return (
         f"{rate(_SECONDS, by, _ATTENTION, window)} * {rate(_CAUSAL, by, _METHOD, window)}"

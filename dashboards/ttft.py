@@ -21,12 +21,13 @@ _KINDS = {
     "decode": _DECODE,
     "door": _DOOR,
 }
-"""Kinds of the parts of TTFT. Each part belongs to one kind."""
+"""Kinds of the parts of the time to first token, with the label matchers that select each kind's parts."""
 _COUNT = rate(f"{_TTFT}_count", "prompt", window=RANGE)
 
 
 def _parts(where: str) -> str:
-    """Query a request's mean seconds by part, which add up to the mean time to first token."""
+    """Make the PromQL of each part's mean seconds per request. The parts add up to the mean time to first
+    token."""
     return f"{rate(_PARTS, 'part', where)} / ignoring (part) group_left {rate(_TTFT + '_count')}"
 
 

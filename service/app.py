@@ -56,7 +56,7 @@ _HEALTH_PERIOD_S = 1.0
 """Seconds between Serve's health checks of a replica. A worker's replica then checks its actors
 (docs/operations.md)."""
 _OWNER_TIMEOUT_S = 12.0
-"""Timeout of such a check for a worker's replica, which waits for its actors. Serve replaces a replica after
+"""Timeout of a health check of a worker's replica, which waits for its actors. Serve replaces a replica after
 three timeouts."""
 _DOOR_TIMEOUT_S = 5.0
 """Timeout of a health check of a door. Serve replaces a door after three timeouts."""
@@ -137,18 +137,19 @@ class DoorReplica(FrontDoor):
             await self._tls.start()
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
-        """Cancel requests at this door on behalf of another, and return their number. Serve calls all
-        doors.
+        """Cancel an owner's requests with this id here, because the door with id `door` asks, and return
+        their number. Serve's broadcast also calls the asking door, which returns 0.
         """
         return 0 if door == self._id else self._requests.cancel_here(owner, request_id)
 
     async def stored_response(self, door: str, response_id: str, owner: str, drop: bool) -> Any:
-        """Return, and perhaps forget, a response that this door keeps, on behalf of another."""
+        """Return a response that this door keeps, because the door with id `door` asks; None if it is not
+        here. `drop`: also delete it. The asking door itself returns None."""
         return None if door == self._id else self._http.responses.take(response_id, owner, drop)
 
     async def _cancel_at_other_doors(self, owner: str, request_id: str) -> int:
-        """Cancel at the other doors and return the number. A door that dies or hangs meanwhile ends its
-        requests anyway.
+        """Cancel an owner's requests with this id at the other doors, and return their number. A door that
+        dies or hangs meanwhile ends its requests anyway.
         """
         answers = await self._at_other_doors("end_requests", owner, request_id)
         return sum(answer for answer in answers if isinstance(answer, int))
@@ -160,7 +161,8 @@ class DoorReplica(FrontDoor):
         return next((answer for answer in answers if isinstance(answer, StoredResponse)), None)
 
     async def _at_other_doors(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the other doors. Exceptions of doors are among the results."""
+        """Call a method of all doors with this door's id, so that this door does nothing. Exceptions of doors
+        are among the results, which are empty after a timeout or an error of Serve or Ray."""
         context = serve.get_replica_context()
         doors = serve.get_deployment_handle(context.deployment, context.app_name)
         asked = doors.broadcast(method, self._id, *arguments)
@@ -271,8 +273,8 @@ def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any
 
 
 def _calls(max_requests: int) -> int:
-    """Return the calls that a door takes: requests that run, and twice as many that arrive. More calls wait:
-    Serve refuses no request that comes through HAProxy."""
+    """Return a door's `max_ongoing_requests`: the running requests, twice as many that are still being
+    received, and _OTHER_CALLS. More calls wait: Serve refuses no request that comes through HAProxy."""
     return 3 * max_requests + _OTHER_CALLS
 
 

@@ -218,7 +218,7 @@ def _tell(progress: str) -> None:
 
 
 class _Documents:
-    """Documents made of the texts, with hidden facts if there are questions."""
+    """Makes calibration documents from the user's texts, with hidden facts if there are questions."""
 
     def __init__(self, tokenizer: Tokenizer, contents: dict[str, str], questions: int) -> None:
         def encode_all(texts: Sequence[str]) -> list[list[int]]:

@@ -84,8 +84,9 @@ class HostPlan:
     """A `HostUse` with sizes.
 
     Attributes:
-        prefill_tokens, decode_tokens: `cache_tokens` of prefill and decode.
-        stage_bytes, rank_bytes: Bytes with that KV cache, but without memory that the stage maps.
+        prefill_tokens, decode_tokens: The settings `prefill.cache_tokens` and `decode.cache_tokens`.
+        stage_bytes, rank_bytes: Bytes of one stage and one rank on its GPU, with weights and KV cache, but
+            without memory that the stage maps from the decode worker.
     """
 
     use: HostUse
@@ -97,8 +98,8 @@ class HostPlan:
 
 
 def uses(demand: Demand) -> Iterator[HostUse]:
-    """Yield uses, the best first: unquantised weights, then more stages (for the first token), then more
-    ranks.
+    """Yield the possible assignments of GPUs, the best first: the best weight format, then more stages (for
+    the first token), then more ranks.
 
     Ranks have separate GPUs if there are enough for both.
     """
@@ -119,8 +120,8 @@ def best(demand: Demand) -> HostPlan | None:
 
 
 def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
-    """Fill the GPUs' memory. prompts: number of contexts that stages hold. Returns None if something does
-    not fit.
+    """Size the stages' KV cache for `prompts` contexts, and the decode worker's KV cache to fill its GPUs.
+    Returns None if something does not fit.
     """
     context = cache_tokens(demand.tokens)
     how = demand.dtype, use.quantisation, demand.kv_dtype
@@ -147,7 +148,8 @@ def _stage_bytes(demand: Demand, use: HostUse, cache_tokens: int) -> int:
 
 
 def longest(demand: Demand) -> HostPlan | None:
-    """Return the plan for the longest context that fits, up to the demand's."""
+    """Return the plan for the longest context that fits, up to `demand.tokens`; None if not even one page
+    fits."""
     held: HostPlan | None = None
     low, high = 0, pages_for(demand.tokens)
     while low < high:
@@ -159,13 +161,13 @@ def longest(demand: Demand) -> HostPlan | None:
 
 
 def gpus_needed(demand: Demand) -> int | None:
-    """Return the fewest GPUs of that memory on one host."""
+    """Return the fewest GPUs with `demand.gpu_gib` each on one host; None if MOST_GPUS are not enough."""
     counts = range(1, MOST_GPUS + 1)
     return next((count for count in counts if best(replace(demand, gpus=count))), None)
 
 
 def kept_gib(demand: Demand, found: HostPlan) -> float:
-    """Return the GiB of the decode worker's KV cache, over all ranks."""
+    """Return the size in GiB of the decode worker's KV cache, summed over its ranks."""
     token_bytes = kv_bytes(demand.model, demand.model.layers, demand.dtype, demand.kv_dtype)
     return token_bytes * found.decode_tokens / GIB
 
@@ -181,7 +183,8 @@ def recomputed_tokens(demand: Demand) -> int:
 
 
 def missing_bytes(demand: Demand) -> int:
-    """Return the bytes that the fullest GPU lacks, in the use that comes closest; 0 if one fits."""
+    """Return the bytes that the fullest GPU lacks in the `HostUse` that comes closest to fitting; 0 if one
+    fits."""
     return min((max(_excess(demand, use), 0) for use in uses(demand)), default=0)
 
 
@@ -273,7 +276,8 @@ def explained(demand: Demand, found: HostPlan, host_reason: str = "") -> list[st
 
 
 def beyond_training(model: ModelConfig, tokens: int) -> list[str]:
-    """Return a warning if contexts are longer than the model's positions; otherwise None."""
+    """Return a list with one warning if contexts are longer than the model's positions; otherwise an empty
+    list."""
     if tokens <= model.positions:
         return []
     scaling = proposed_yarn(tokens, model.positions, model.architecture)

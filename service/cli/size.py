@@ -47,7 +47,8 @@ SHAPES: Mapping[str, ModelConfig] = {"8b": _8B, "70b": _70B}
 
 @dataclass(frozen=True)
 class Sizing:
-    """The GPUs for contexts that are prefilled one at a time, of which `concurrency` are decoded at once.
+    """The GPUs that a model needs to prefill contexts one at a time, and to decode `concurrency` of them at
+    once.
 
     Attributes:
         tokens: Tokens of prompt and answer.
@@ -124,7 +125,8 @@ def kv_bytes(model: ModelConfig, layers: int, dtype: Dtype, kv_dtype: KVDtype | 
 
 
 def brought_back_bytes(model: ModelConfig, cache_tokens: int, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
-    """Count the bytes of a stage's copy of one layer's 8-bit KV cache in `dtype`, to which it attends."""
+    """Count the bytes of one layer's 8-bit KV cache converted to `dtype`, which a prefill stage needs for
+    attention."""
     tokens = pages_for(cache_tokens) * PAGE_TOKENS
     return 0 if kv_dtype is None else tokens * kv_bytes(model, 1, dtype)
 
@@ -158,8 +160,9 @@ def rank_bytes(
     quantisation: Quantisation | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> int:
-    """Count the bytes of weights and KV cache on one rank: its part of layers and output head, and the whole
-    embedding. Raises ModelError if the model does not divide evenly over the ranks."""
+    """Count the bytes of weights and KV cache on one tensor-parallel rank of a decode worker: its part of
+    layers and output head, and the whole embedding. Raises ModelError if the model does not divide evenly
+    over the ranks."""
     part, size = model.of_rank(ranks), DTYPE_BYTES[dtype]
     kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.layers, dtype, kv_dtype)
     rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
@@ -255,7 +258,8 @@ def host_reason(free_gib: float, kept_gib: float) -> str:
 def check(
     tokens: int, concurrency: int, gpu_gib: float, reserve_gib: float, host_cache_gib: float = 0.0
 ) -> None:
-    """Check that numbers are positive and finite. Raises ValueError."""
+    """Check that numbers are finite, and that tokens, concurrency and gpu_gib are positive. Raises
+    ValueError."""
     for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
         if value <= 0:
             raise ValueError(f"{key} = {value}: must be above 0")

@@ -98,7 +98,7 @@ def show_error(message: str) -> None:
 
 
 class ProgressBar:
-    """A bar that appears with the first event."""
+    """A prefill progress bar that appears with the first `Progress` event, in a terminal only."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("prefill"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))

@@ -85,7 +85,8 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Authenticator:
-    """Authenticates a request's caller. `gate` refuses requests without TLS."""
+    """Authenticates a request's caller. With a `gate`, requests that did not come through the TLS port are
+    refused."""
 
     tokens: TokenFile | None
     gate: Gate | None = None

@@ -66,8 +66,8 @@ class EventStream:
     async def expect(self, seconds: float) -> None:
         """Say in a header when the first token is expected.
 
-        A client that will wait is told at once. Otherwise an error can still have its own HTTP status. Of
-        several choices the first counts.
+        If the wait is at least _LINE_S, the header is sent at once. Otherwise it is sent with the first data,
+        so that an error before that can have its own HTTP status. Calls after the first do nothing.
         """
         if len(self._headers) > len(_HEADERS):
             return

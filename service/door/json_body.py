@@ -22,7 +22,7 @@ _STRING_OR_REST = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[^"]++', re.DOTALL)
 
 
 class NamedNotFound(NotFound):
-    """Something that a field names. param, openai_code: as in OpenAI's errors."""
+    """A request field names something that does not exist. param, openai_code: as in OpenAI's errors."""
 
     param: ClassVar[str]
     openai_code: ClassVar[str]

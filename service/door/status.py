@@ -48,7 +48,7 @@ def details(error: DeltafrontError) -> str:
 
 
 def _sent_bytes(character: str) -> int:
-    """gRPC percent-encodes each byte that is not printable ASCII, and `%`."""
+    """Return a character's bytes in a gRPC message, which percent-encodes `%` and all but printable ASCII."""
     return 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
 
 

@@ -174,7 +174,7 @@ class TlsPort:
 
 
 class _Servicer:
-    """Calls a door as Serve does."""
+    """The TLS port's gRPC servicer. It calls a door's methods with the arguments that Serve gives them."""
 
     def __init__(self, door: Any, gate: Gate) -> None:
         self._door = door

@@ -97,8 +97,8 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
 
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:
-    """Predict the seconds until the group has prefilled what comes before this prompt, and the prompt; None
-    without a recent cost.
+    """Predict the seconds until the group has prefilled the prompts before this one, and this prompt; None
+    without a recent measurement of the group's cost.
     """
     alone = alone_s(need, group)
     return None if alone is None else group.wait_s(need.new_tokens) + alone
@@ -128,7 +128,8 @@ def _deadline_rejection(need: Need, group: GroupStats) -> Rejected | None:
 
 
 def _worker_rank(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bool, float, int, str]:
-    """Sort key: workers with enough free pages first, then those on the group's node or with the most."""
+    """Return a sort key: decode workers with enough free pages first, then the most free pages, to which a
+    worker on the prefill group's node adds the share _SAME_NODE of its pages."""
     full = need.pages(worker.page_tokens) > worker.pages_free
     bonus = _SAME_NODE * worker.pages_total if worker.node in group.nodes else 0.0
     return full, -worker.pages_free - bonus, worker.running, worker.name

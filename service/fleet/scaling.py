@@ -31,7 +31,8 @@ class Load:
 
 
 def groups_wanted(groups: Sequence[Backlog], current: int, backlog_s: float) -> int:
-    """Return the smallest number of groups that can prefill all queues within backlog_s seconds."""
+    """Return the smallest number of groups, at least 1, that can prefill all queues within backlog_s seconds;
+    `current` while no rate is known."""
     rates = [group.tokens_per_second for group in groups if group.tokens_per_second > 0]
     if not rates:
         return current
@@ -40,8 +41,8 @@ def groups_wanted(groups: Sequence[Backlog], current: int, backlog_s: float) -> 
 
 
 def workers_wanted(workers: Sequence[Load], current: int, usage: float, max_batch: int) -> int:
-    """Return the smallest number of workers that use at most the share `usage` of their pages and have all
-    requests in their batches."""
+    """Return the smallest number of workers, at least 1, that use at most the share `usage` of their pages
+    and have all requests in their batches; `current` if no load is known."""
     if not workers:
         return current
     pages = sum(worker.pages_total for worker in workers) / len(workers)
@@ -76,5 +77,5 @@ def _by_replica(context: Any, *names: str) -> list[tuple[float, ...]]:
 
 
 def _ceil(share: float) -> int:
-    """Round up, but ignore rounding errors of the number."""
+    """Round up, but ignore floating-point errors of the number."""
     return math.ceil(share - 1e-9)

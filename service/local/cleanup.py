@@ -53,7 +53,8 @@ def service_folder(terminal: int | None = None, last_words: str = "") -> Iterato
 
 
 def said(folder: Path) -> None:
-    """Record that this process has printed the reason for its end."""
+    """Record that this process has printed the reason for its end, so that the reaper writes no
+    `last_words`."""
     (folder / _SAID).touch()
 
 

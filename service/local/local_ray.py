@@ -167,7 +167,7 @@ def _stop(processes: RayProcesses | None, folder: Path) -> None:
 
 
 def _running(folder: Path) -> str:
-    """Count the service's processes by their names in `ps`."""
+    """List the service's processes for a message: their names in `ps`, each with a count."""
     names = Counter[str]()
     for pid in cleanup.writers(folder):
         with contextlib.suppress(OSError):  # the process has ended meanwhile

@@ -42,7 +42,8 @@ class Audit:
                 self.finish = event.reason.value
 
     def _note_choice(self, event: ChoiceEvent) -> None:
-        """Add up the answers of a request. A prompt counts with its first."""
+        """Add one choice's event to the request's token counts. A prompt's tokens count only with its first
+        choice."""
         inner = event.event
         if isinstance(inner, Token):
             self.completion_tokens += 1

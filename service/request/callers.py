@@ -20,8 +20,8 @@ RETRY_S = 1.0
 
 
 def fits_share(owner: str, mine: int, everyone: int, most: int) -> bool:
-    """Return whether an owner may hold `mine`, if all owners together then hold `everyone` of a total of
-    `most`.
+    """Return whether an owner may hold `mine` units (requests, bytes), if all owners together then hold
+    `everyone` of at most `most`.
 
     An owner may hold at most as much as remains free: the first owner half, the next one half of the rest. So
     a new owner always finds room. Without authentication all callers are one owner, who may hold everything.
@@ -129,7 +129,8 @@ class Callers:
         self._accepted.discard(use)
 
     def part(self, caller: Caller) -> RequestUse:
-        """Return the use of a part of a request. It counts from `run` on, but not as another request."""
+        """Return the quota use of one choice of a request with several. It counts from `run` on, but not as
+        another request."""
         return RequestUse(caller, self, requests=0)
 
     def count(self, use: RequestUse) -> None:

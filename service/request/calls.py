@@ -27,11 +27,11 @@ class Ending(StrEnum):
     """How a rendered conversation ends before its answer."""
 
     ANSWER = "answer"
-    """With the template's beginning of an assistant's message."""
+    """After the generation prompt, the template's beginning of an assistant's message."""
     CLOSED = "closed"
-    """After the last message."""
+    """After the last message, without a generation prompt."""
     OPEN = "open"
-    """In the last message, which the answer continues."""
+    """Inside the last message, which the answer continues (vLLM's `continue_final_message`)."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class GenerateRequest(PrefillRequest):
 
     @property
     def has_form(self) -> bool:
-        """Whether the answer must have a form, or call a tool."""
+        """Whether the answer must follow a constraint, or a tool choice other than `auto`."""
         return self.constraint is not None or (self.tools is not None and self.tools.choice != "auto")
 
 
@@ -167,7 +167,7 @@ class CompletionRequest(GenerateRequest):
 
     Args:
         choices: Number of answers of each prompt.
-        shown: How many of them the client gets.
+        shown: Number of each prompt's answers that the client gets, the likeliest.
         more_prompts: Prompts to answer beside `prompt`, with the same options.
         echo: Whether the prompt comes before its answer, with log-probabilities if the answer has them.
     """

@@ -244,7 +244,8 @@ def _recompute_blocks(blocks: int | None, limits: Limits) -> int:
 
 
 def _prompt_logprobs(params: SamplingParams) -> int | None:
-    """Return what to read of an echoed prompt. One without an answer is read for itself."""
+    """Return the number of likeliest tokens for each token of an echoed prompt; None: no log-probabilities. A
+    request without an answer (max_tokens 0) always gets them, at least with 0."""
     return params.top_logprobs or 0 if params.max_tokens == 0 else params.top_logprobs
 
 

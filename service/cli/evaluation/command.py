@@ -171,7 +171,8 @@ class _Source:
         return cls(texts, asked, own=bool(text))
 
     def check(self, ask: str, profile: Profile | None) -> None:
-        """Raise ValueError for texts that calibrated the profile, and for prompts that make no session."""
+        """Raise ValueError for texts that calibrated the profile, and, unless `ask` is `prompt`, for
+        questions without a document to keep as a session."""
         if names := among(() if profile is None else profile.texts, self.texts):
             raise ValueError(f"--text {names[0]}: it calibrated the profile: evaluate on another text")
         if ask != "prompt" and any(not one.document for one in self.questions):

@@ -56,7 +56,8 @@ def top_command(
 
 
 def _follow(url: str, title: str, every: float) -> Iterator[Group]:
-    """Yield the tables again and again; without an answer the last ones. Raises ScrapeError at the first."""
+    """Scrape and yield the tables every `every` seconds; if a scrape fails, its error and the last tables.
+    Raises ScrapeError if it fails before the first tables."""
     scrapes, shown = deque([_scrape(url)]), Group()
     while True:
         time.sleep(every)

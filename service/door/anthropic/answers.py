@@ -47,7 +47,7 @@ _PING = {"type": "ping"}
 
 
 def error_body(error: DeltafrontError) -> Json:
-    """Make Anthropic's error object. Clients recognise a prompt that is too long by these words."""
+    """Make Anthropic's error object. Clients recognise a too long prompt by the message's wording."""
     status, (_param, message) = status_of(error), NAMES.say(error)
     if isinstance(error, TooLong):
         message = f"prompt is too long: {message}"
@@ -138,8 +138,8 @@ def _content(block: Block) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """Parse a call's arguments, which max_tokens may cut. The model may write half a surrogate pair, which is
-    no text, or nest too deeply: then nothing can be said."""
+    """Parse a tool call's arguments, which max_tokens may truncate. Returns {} for anything but an object,
+    such as half a surrogate pair or too deep nesting."""
     with contextlib.suppress(ValueError):
         found = from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
         return found if isinstance(found, dict) else {}

@@ -31,7 +31,8 @@ class BlockReader:
         self.retain_s: float | None = None
 
     def note_cache(self, path: str, given: object) -> None:
-        """Read a `cache_control`. Raises InvalidArgument."""
+        """Set `retain_s` to at least the ttl of a `cache_control`, if one is given. Raises
+        InvalidArgument."""
         if given is None:
             return
         retain_s = pick(_RETAIN_S, given.get("ttl") or "5m") if isinstance(given, Mapping) else None
@@ -40,7 +41,8 @@ class BlockReader:
         self.retain_s = max(self.retain_s or 0.0, retain_s)
 
     def add_system(self, content: object) -> None:
-        """Add the field `system`. Raises InvalidArgument."""
+        """Add the request's field `system` as a system message, without its billing header. Raises
+        InvalidArgument."""
         texts = [text for text in self._texts("system", content) if not text.startswith(_BILLING)]
         if any(texts):
             self.messages.append({"role": "system", "content": _BETWEEN.join(texts)})

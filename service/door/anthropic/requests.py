@@ -143,8 +143,8 @@ def _thinking(said: Mapping[str, Any]) -> Mapping[str, bool]:
 
 
 def _check_context(said: Mapping[str, Any]) -> None:
-    """Refuse edits of the context, except for edits of thinking, which is never prefilled again. Raises
-    InvalidArgument."""
+    """Refuse edits in `context_management`, except `clear_thinking_…`: thinking is never prefilled again.
+    Raises InvalidArgument."""
     edits = said.get("edits") or []
     if not isinstance(edits, list):
         raise InvalidArgument("context_management.edits", "must be a list")

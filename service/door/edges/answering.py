@@ -13,26 +13,26 @@ from deltafront.workers.messages.events import Token, Usage
 
 
 class Answering(Protocol):
-    """Makes what a client gets of a request's events."""
+    """Turns a request's events into its HTTP answer: one object, or the chunks of a stream."""
 
     def take(self, event: RequestEvent) -> None:
-        """Take an event of what is sent whole."""
+        """Collect an event for `whole`, which makes one object of all events."""
         ...
 
     def whole(self) -> Json: ...
 
     def chunks(self, event: RequestEvent) -> Iterable[Json]:
-        """Return what an event adds to a stream."""
+        """Return the chunks that an event adds to a stream."""
         ...
 
     def fail(self, error: DeltafrontError) -> Iterable[Json]: ...
 
 
 class OneAnswer:
-    """The answer of a request that has one.
+    """The answer of a request that has one answer, or one of several answers (`Choices`).
 
     Attributes:
-        logprob: Sum over its tokens.
+        logprob: Sum of its tokens' log-probabilities.
     """
 
     def __init__(self, reply: EdgeReply, splitter: AnswerSplitter) -> None:

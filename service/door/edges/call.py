@@ -63,7 +63,7 @@ class Exchange:
     answering: Answering | None = None
 
     def fail(self, error: DeltafrontError) -> Iterable[Json]:
-        """Give the answer up. Returns what ends its stream."""
+        """Abandon the answer after an error. Returns the objects that end its stream."""
         return () if self.answering is None else self.answering.fail(error)
 
     async def respond(self, content: Json) -> None:
@@ -151,7 +151,8 @@ class EdgeCall:
         return await work(len(body), lambda _: self.edge.read(body, self.requests.model, owner))
 
     def _splitter(self, request: GenerateRequest, opening: str | None) -> AnswerSplitter:
-        """Make what splits an answer. opening: how the template begins it; None: it has no reasoning."""
+        """Make the splitter of an answer into reasoning, text and tool calls. opening: the text with which
+        the chat template begins the answer; None: reasoning is not separated."""
         reasoning = calls = None
         if opening is not None:
             reasoning = ReasoningSplitter(is_open(opening), trims=request.has_form)
@@ -235,7 +236,8 @@ async def _stream(answering: Answering, events: Events, stream: EventStream) -> 
 
 
 def _reasoning(request: GenerateRequest) -> GenerateRequest:
-    """Let an answer begin with reasoning, before its constraint applies."""
+    """Return the request with reasoning permitted before its constraint applies, where its prompt is
+    messages."""
     prompts = {
         name: replace(prompt, reasons=prompt.messages is not None)
         for name in ("prompt", "append")

@@ -25,7 +25,7 @@ class OwnFields(BaseModel):
     timeout_s: Annotated[float, Field(gt=0)] | None = None
 
     def request_fields(self) -> dict[str, Any]:
-        """Return arguments of `GenerateRequest`."""
+        """Return these fields as keyword arguments of `GenerateRequest`."""
         return {
             "attention": AttentionMethod(self.method, self.options),
             "page_selection": PageSelection(self.page_selection),

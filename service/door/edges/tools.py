@@ -33,7 +33,8 @@ def function_of(path: str, given: Mapping[str, Any], schema: str = "parameters")
 
 
 def _check_parameters(path: str, schema: object) -> None:
-    """Check what the formats of calls read of a schema. Raises InvalidArgument."""
+    """Check the keys of a tool's parameter schema that tool-call formats read: type, properties, required.
+    Raises InvalidArgument."""
     if not isinstance(schema, Mapping):
         raise InvalidArgument(path, "must be a JSON schema")
     if schema.get("type", "object") != "object":

@@ -146,7 +146,7 @@ class Reply:
     def together(
         self, choices: list[Json], usage: Usage, reasoned: int | None, finish: GenerateFinished
     ) -> Json:
-        """Make the response object of complete answers."""
+        """Make one response object of several complete choices."""
         shown = _usage(usage, reasoned)
         return self._object(self.endpoint.object_type, choices, usage=shown, **report(finish))
 

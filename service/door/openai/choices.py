@@ -27,9 +27,9 @@ class Choices:
     """Answers of a request, prompt by prompt.
 
     Args:
-        replies: Words the answers. One that streams leaves the usage to this class.
-        shown: Answers of each prompt that the caller gets: the likeliest. A stream shows all.
-        each: Answers of each prompt.
+        replies: Formats each answer. In a stream, this class sends the usage instead.
+        shown: Number of answers of each prompt that the caller gets, the likeliest (`n`). A stream has all.
+        each: Number of answers generated for each prompt (`best_of`).
         tells_usage: Whether a stream ends with the usage of all answers.
     """
 
@@ -58,7 +58,8 @@ class Choices:
         return self._replies[0].together(choices, *self._usage(), self._answers[shown[0]].finished)
 
     def _best(self, first: int) -> Sequence[int]:
-        """Return a prompt's answers with the highest mean log-probability."""
+        """Return the indices of the `shown` answers of one prompt with the highest mean log-probability.
+        first: the index of the prompt's first answer."""
         indices = range(first, first + self._each)
         if self._shown == self._each:
             return indices
@@ -77,7 +78,8 @@ class Choices:
         return self._replies[0].fail(error)
 
     def _usage(self) -> tuple[Usage, int | None]:
-        """Add up, with the tokens of reasoning. A prompt counts once, however many answers it has."""
+        """Add up the usage and the reasoning tokens of all answers. A prompt counts once, however many
+        answers it has."""
         usages = [one.finished.usage for one in self._answers]
         prompts = usages[:: self._each]
         total = Usage(

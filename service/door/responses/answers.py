@@ -50,7 +50,8 @@ class ResponsesEdge:
         self.store = store
 
     def read(self, body: bytes, model: str, owner: str, found: StoredResponse | None = None) -> Asked:
-        """Read a body. found: The previous response, if another door has it."""
+        """Parse a request body. found: The response that `previous_response_id` names, if another door has
+        it."""
         asked = read_response(body, model, self.store, owner, found)
         fields, number = asked.fields, uuid.uuid4().hex
         keeps = fields.store and self.store.begin(f"resp_{number}", owner, asked.messages)
@@ -69,8 +70,8 @@ class ResponseReply:
     """Makes the objects of one response, and stores it once it is complete.
 
     Args:
-        number: Makes ids.
-        store: Has its conversation; None: nothing is kept.
+        number: The random part of the ids of the response and its items.
+        store: The store that holds this response's conversation; None: the response is not stored.
     """
 
     def __init__(

@@ -70,7 +70,8 @@ class ResponseFields(OwnFields, SamplingFields):
 
 @dataclass(frozen=True)
 class AskedResponse:
-    """A parsed request, with its conversation without instructions."""
+    """A parsed request. `messages`: the conversation so far, including previous responses, without
+    instructions."""
 
     fields: ResponseFields
     request: GenerateRequest

@@ -108,7 +108,8 @@ class ResponseStore:
         return entry
 
     def take(self, response_id: str, owner: str, drop: bool) -> StoredResponse | None:
-        """Return a complete response of this caller, if it is here, and forget it if `drop` says so."""
+        """Return a complete response of this caller, and delete it if `drop`. Returns None if it is not
+        stored here."""
         try:
             found = self.get(response_id, owner)
         except UnknownResponse:

@@ -96,8 +96,8 @@ def prompt_key(
 
 
 def usable_prefix(found: int, tokens: int) -> int:
-    """Return how many of the `found` tokens a prompt of `tokens` tokens can use. Its last token is always
-    computed.
+    """Return how many of the `found` tokens a prompt of `tokens` tokens can use: full pages before its last
+    token, which is always computed; 0 if fewer than _MIN_TOKENS.
     """
     usable = min(found, (tokens - 1) // PAGE_TOKENS * PAGE_TOKENS)
     return usable if usable >= _MIN_TOKENS else 0
@@ -113,7 +113,8 @@ def resume_at(found: int, tokens: int, method: MethodSpec) -> int:
 
 
 def rest_is_long(prefix: int, start: int, tokens: int, rates: Rates) -> bool:
-    """Say whether a group would prefill the rest of a prompt sooner than a decode worker.
+    """Return whether a group would prefill the rest of a prompt sooner than a decode worker. If a rate is
+    unknown: whether the rest is longer than the prefix or _MOST_REST.
 
     Args:
         prefix: Tokens that the decode worker would skip.
@@ -144,7 +145,7 @@ def worth_loading(prefix: Prefix, rates: Rates) -> Prefix:
 
 def hold_most(found: Mapping[str, int], workers: Sequence[DecodeStats], tokens: int) -> list[str]:
     """Sort the workers with a prefix hit by the hit's length. Leave out workers that are much fuller than
-    another worker.
+    another worker, and, if any worker has pages for the whole request, those without pages for the rest.
 
     Args:
         found: Worker → tokens of its hit.
@@ -192,7 +193,8 @@ async def find_prefix(
 
 
 def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> PrefixHit | None:
-    """Choose the worker for the rest of a prompt; None if a group prefills the whole prompt sooner."""
+    """Decide whether the hit's decode worker or a group prefills the rest of a prompt, and cut the hit to the
+    tokens that it can use. None: a group prefills the whole prompt sooner."""
     prefix = usable_prefix(hit.prefix.tokens, tokens)
     start = resume_at(hit.prefix.tokens, tokens, method)
     if not rest_is_long(prefix, start, tokens, rates):

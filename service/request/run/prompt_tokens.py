@@ -19,8 +19,8 @@ class PromptTokens:
     """Packed token ids (little-endian uint32).
 
     Args:
-        append: What follows the prompt or session.
-        distinct: Each of both once; empty unless the request has a repetition penalty.
+        append: The tokens that follow the prompt or session.
+        distinct: The distinct ids of prompt and append; empty unless the request has a repetition penalty.
         key: None: the prefix cache is not used.
     """
 

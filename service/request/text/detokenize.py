@@ -59,7 +59,7 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Match:
-    """Text that may be sent, and the stop string that follows it, or an empty one."""
+    """Text that may be sent, and the stop string found after it; empty if there is none."""
 
     text: str
     stop: str = ""
@@ -96,10 +96,11 @@ def overlap(text: str, stop: str) -> int:
 
 
 class AnswerText:
-    """Turns an answer's tokens into text. The client already has `answered`. End tokens have no text.
+    """Turns an answer's tokens into text. The client already has the text of `answered`. EOS tokens have
+    none.
 
     Args:
-        min_tokens: In the text of so many first tokens a stop string ends nothing.
+        min_tokens: A stop string within the text of the first `min_tokens` tokens does not end the answer.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class TextTokenizer:
         return self._with(_limit=limit)
 
     def with_ending(self, ending: Ending) -> TextTokenizer:
-        """Return a tokenizer that ends conversations so."""
+        """Return a tokenizer that ends rendered conversations with `ending`."""
         return self._with(_ending=ending)
 
     def _with(self, **changes: Any) -> TextTokenizer:

@@ -54,13 +54,14 @@ class ToolFormat:
         return re.compile(f"{before}([A-Za-z0-9_.-]+){after or '(?=<)'}")
 
     def schemas(self, tools: Tools) -> Mapping[str, Mapping[str, Any]]:
-        """Return what a parser needs of the tools: parameters by name. Descriptions may be long."""
+        """Return the tools' parameter schemas by name, without descriptions, which may be long; empty if
+        arguments are JSON."""
         if self.parameters is None:
             return {}
         return {function["name"]: function.get("parameters") or {} for function in tools.functions}
 
     def arguments(self, schemas: Mapping[str, Mapping[str, Any]], name: str) -> _JsonEnd | ParameterReader:
-        """Return what reads the arguments of a call of this function."""
+        """Return a new reader of the arguments of one call of the function `name`."""
         if self.parameters is None:
             return _JsonEnd()
         return ParameterReader(self.parameters, schemas.get(name) or {})

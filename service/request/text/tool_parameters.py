@@ -1,4 +1,4 @@
-"""Calls whose arguments are no JSON, but one marked parameter after the other, with texts as they are.
+"""Tool calls whose arguments are not JSON, but a series of marked parameters, with strings unquoted.
 
 Qwen3-Coder and GLM write them so. The grammar has a function's parameters in the order of its schema.
 """
@@ -46,7 +46,7 @@ class ParameterFormat:
 def parameter_rules(
     form: ParameterFormat, name: str, schema: Schema, options: Schema, words: Callable[[str], str]
 ) -> tuple[str, list[str]]:
-    """Make Lark for a function's parameters and the tail of its call.
+    """Make the Lark grammar of a function's parameters and the tail of its call.
 
     Args:
         name: Begins the names of rules.
@@ -55,7 +55,7 @@ def parameter_rules(
         words: Writes a text in Lark.
 
     Returns:
-        What follows the call's head, and the rules that it names.
+        The expression that follows the call's head, and the rules that this expression names.
     """
     sequence, rules = list[str](), list[str]()
     required = schema.get("required") or ()
@@ -81,7 +81,7 @@ def parameter_rules(
 
 
 def _is_text(schema: object) -> bool:
-    """Say whether a value is written as it is, without quotes."""
+    """Return whether values of this schema are texts, which models write without quotes."""
     if not isinstance(schema, Mapping):
         return False
     if schema.get("enum"):
@@ -92,7 +92,7 @@ def _is_text(schema: object) -> bool:
 
 
 def _texts(schema: Schema) -> list[str]:
-    """Return the texts that a value is one of; empty if it may be something else."""
+    """Return a schema's `enum` if all its values are texts, otherwise an empty list."""
     choices = _list(schema.get("enum"))
     texts = [choice for choice in choices if isinstance(choice, str)]
     return texts if len(texts) == len(choices) else []
@@ -152,7 +152,7 @@ class ParameterReader:
         return quote + _escaped(text[:ready]), ready
 
     def _last(self, value: str, schema: object) -> str:
-        """Return a value's end, or the whole of it."""
+        """Return the JSON of a value's last piece; of the whole value, if no piece was returned before."""
         if self._quoted:
             self._quoted = False
             return _escaped(value) + '"'
