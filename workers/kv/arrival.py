@@ -19,7 +19,7 @@ class KVArrival:
     thus recognised even while the first one is still being copied.
 
     Args:
-        held: Number of first tokens whose KV is there from the start. It is never written.
+        held: Number of first tokens whose KV is in the pages from the start, so it counts as written.
     """
 
     def __init__(self, layers: int, tokens: int, held: int = 0) -> None:
@@ -77,7 +77,7 @@ class KVArrival:
         return max(set(points).intersection(*ends), default=self._held)
 
     def until(self, tokens: int) -> KVArrival:
-        """Return a copy that has only the ranges written before token `tokens`."""
+        """Return a copy with only the held tokens and the written ranges that end at or before `tokens`."""
         rest = KVArrival(self._layers, self._tokens, self._held)
         for layer, written in enumerate(self._written):
             for start, stop in written.items():

@@ -127,7 +127,7 @@ class PagedKVCache:
         return tuple(side[index].flatten(0, 1) for side in self.sides)
 
     def kv_rows(self, layer: int, rows_T: torch.Tensor) -> KVRows:
-        """Return where to write a layer's new K and V."""
+        """Return a layer's cache tensors with the rows `rows_T` to which its new K and V are written."""
         k_RGD, v_RGD, *scales = self.rows(layer)
         return KVRows(k_RGD, v_RGD, rows_T, Scales(*scales) if scales else None)
 
@@ -268,7 +268,7 @@ class PagedKVCache:
         return tuple(side_R[rows] for side_R in self.rows(layer))
 
     def sides_of(self, layer: int, rows_T: torch.Tensor) -> Sides:
-        """Return copies of a layer's rows."""
+        """Return copies of the KV in these rows of a layer."""
         return tuple(side_R.index_select(0, rows_T) for side_R in self.rows(layer))
 
     def copy_page(self, source: int, target: int) -> None:

@@ -80,7 +80,7 @@ class RanksMemory:
     Args:
         own: Rank 0's host memory.
         thread: Runs rank 0's copies.
-        lose: Called with the error if a rank is lost.
+        lose: Called with the error of a rank's call, unless it is a StoreError.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RanksMemory:
         self._own, self._thread, self._ranks, self._lose = own, thread, ranks, lose
 
     async def move(self, runs: Runs, layers: range, back: bool) -> None:
-        """Run `HostMemory.copy` on every rank, and wait for all ranks. Raises DecodeFailed if one fails."""
+        """Run `HostMemory.copy` on every rank, and wait for all ranks. Raises a failed rank's error."""
         own = asyncio.get_running_loop().run_in_executor(self._thread, self._own.copy, runs, layers, back)
         await self._all(own, [rank.move(runs, layers, back) for rank in self._ranks])
 
@@ -133,13 +133,17 @@ def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> 
 
 
 def kv_form(cache: PagedKVCache, digest: str) -> str:
-    """Return a string of all that a rank's KV depends on, except the prompt and its prefix-cache key."""
+    """Return a string of everything but the prompt and its prefix-cache key that determines a rank's KV.
+
+    Saved KV is loaded only into a cache with an equal string.
+    """
     shapes = [(tuple(side.shape[2:]), str(side.dtype)) for side in cache.sides]
     return repr((digest, str(cache.model_dtype), cache.layers, shapes, cache.heads, cache.model_heads))
 
 
 def pages_of(gib: float, cache: PagedKVCache) -> int:
-    """Return the number of pages that fit into `gib` GiB. A page counts with the heads of all ranks."""
+    """Return the number of pages that fit into `gib` GiB, which all tensor-parallel ranks share: a page
+    counts with the heads of all ranks."""
     return int(gib * 2**30) // (page_bytes(cache.sides) * (cache.model_heads // cache.kv_heads))
 
 

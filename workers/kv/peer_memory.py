@@ -39,7 +39,7 @@ class PeerMemory(Protocol):
         """
 
     def mark(self) -> Any:
-        """Return a CUDA event after everything launched so far; None on a CPU."""
+        """Record a CUDA event after all work launched on the current stream, and return it; None on a CPU."""
 
     def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
         """Call `on_end` once, on this event loop, when a process has ended."""

@@ -40,7 +40,10 @@ def summed_by_layer(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """expected_first_token_seconds: predicted before prefill, in a request's first event; 0: not known."""
+    """Number of prompt tokens prefilled so far.
+
+    `expected_first_token_seconds` is predicted before prefill, in a request's first event; 0: not known.
+    """
 
     tokens_done: int
     tokens_total: int

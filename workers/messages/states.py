@@ -10,9 +10,10 @@ RATE_LASTS_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillCost:
-    """The seconds that a prefill group takes for each chunk, token, and pair of a query and a key.
+    """Coefficients of a prefill group's time: seconds per chunk, per token, and per causal pair of query and
+    key.
 
-    `chunk_tokens` is the length of its chunks; None: it prefills a prompt in one chunk.
+    `chunk_tokens` is the length of the group's chunks; None: the group prefills a prompt in one chunk.
     """
 
     token_s: float
@@ -35,7 +36,8 @@ class WorkerStats:
     Attributes:
         draining: The worker gets new requests only if there is no other worker.
         compilations: Number of compiled kernels, by phase (`warm_up`, `serving`).
-        pairing: `settings.pairing` of the worker's configuration; empty: compatible with any.
+        pairing: Prefill groups and decode workers with equal strings can serve a prompt together
+            (`settings.pairing`); empty: compatible with any.
     """
 
     name: str
@@ -53,16 +55,17 @@ class GroupStats(WorkerStats):
     """A prefill group's statistics.
 
     Attributes:
-        waiting_tokens: Admitted tokens that are not prefilled yet.
+        waiting_tokens: Tokens of admitted prompts that are not prefilled yet.
         tokens_per_second: The recent rate of prefill; 0: unknown.
-        nodes, compilations: Those of all stages.
+        nodes: The ids of the Ray nodes on which the group's stages run.
+        compilations: As in `WorkerStats`, summed over stages.
         max_waiting: Maximum number of waiting requests; None: unknown.
-        idle_s: Seconds since its last prefill.
+        idle_s: Seconds since the group's last chunk; 0 while it prefills.
         fetched_tokens_per_second: The recent rate at which stages fetch KV from decode workers to resume
             prompts; 0: unknown.
         costs: The learned cost of each attention method.
-        queue: The tokens left of each admitted prompt, and the seconds that they are expected to take. Tokens
-            in flight count as 0.
+        queue: For each admitted prompt of a method with a learned cost, the tokens still to send to the
+            stages and the seconds they will take. Tokens in flight are an entry of their own, with 0 tokens.
     """
 
     waiting_tokens: int
@@ -80,15 +83,16 @@ class GroupStats(WorkerStats):
 
     @property
     def recent(self) -> bool:
-        """Whether its rate and costs were measured recently, so that requests may be refused by them.
+        """True if the group's rate and costs were measured recently, so that requests may be refused by them.
 
-        Only further prefill updates them. If old ones that compilation made slow refused all prompts, they
-        would never improve.
+        Only further prefill updates the measurements. If old ones, slow because kernels were compiled, led to
+        the refusal of all prompts, they would never improve.
         """
         return self.idle_s < RATE_LASTS_S
 
     def cost(self, method: str) -> PrefillCost | None:
-        """Return a method's cost; for a new method that of the recent rate; None without a rate."""
+        """Return an attention method's learned cost. A new method's cost is estimated from
+        `tokens_per_second`; None if that is unknown."""
         learned = dict(self.costs).get(method)
         if learned is None and self.tokens_per_second > 0:
             return PrefillCost(token_s=1 / self.tokens_per_second)

@@ -1,7 +1,7 @@
 """Exports a stage's pages, so that a decode worker can copy KV directly from them.
 
-`MessageStream.close` returns when another request may use the pages. How a decode worker notices that it has
-copied too late depends on the transport.
+`MessageStream.close` returns True once another request may use the pages. How a decode worker detects that it
+has copied KV after that time depends on the transport.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,14 +33,16 @@ class ExportedCache:
 
 @dataclass(frozen=True)
 class ExportedKV:
-    """The payload of an announcement: cache rows in the order of the chunk's tokens."""
+    """The payload of an announcement: the rows of the stage's cache that hold the chunk's KV, in the order of
+    its tokens."""
 
     cache: ExportedCache
     rows: Runs
 
 
 class PageExport:
-    """Base class of the transports' `stream.KVExport`. `mark` is `PeerMemory.mark`."""
+    """Base class of each `stream.KVExport` that lets decode workers read the stage's own pages. It describes
+    KV by cache rows. `mark` is `PeerMemory.mark`."""
 
     def __init__(self, cache: PagedKVCache, pages: Sequence[int], mark: Callable[[], Any]) -> None:
         self._cache, self._pages, self._mark = cache, pages, mark
@@ -59,8 +61,12 @@ K = TypeVar("K", bound=ExportedKV)
 
 
 def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) -> K:
-    """Return an announcement's payload. Raises HandoffError if its shape differs from this cache's, or it is
-    outside the stage's cache."""
+    """Return an announcement's payload of type `kind`.
+
+    Raises:
+        HandoffError: The payload has another type, or page shape or dtype than `cache`; or it lacks rows or
+            layers that were announced.
+    """
     kv, what = announcement.payload, described(announcement)
     if not isinstance(kv, kind):
         raise HandoffError(f"{what} is {type(kv).__name__}, not pages of a stage's cache")

@@ -41,10 +41,10 @@ class KVInbox:
         return self._arrival.complete
 
     async def receive(self, announcement: KVAnnouncement, reader: KVReader) -> int:
-        """Copy announced KV into the pages. A repeated announcement is ignored.
+        """Copy announced KV into the pages. Layers that were announced before are skipped.
 
         Returns:
-            Number of bytes copied; 0 if nothing was written.
+            Number of bytes copied; 0 if nothing was written or the inbox has been closed.
         Raises:
             HandoffError, ArrivalError: The KV cannot be copied, or does not fit the prompt. This sets `lost`.
         """

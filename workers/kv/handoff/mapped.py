@@ -74,8 +74,8 @@ class MappedSender:
 
 
 class MappedExport:
-    """Announces one request's KV in a decode worker's pages (`stream.KVExport`). `mark` is `PeerMemory.mark`;
-    `close` releases the pages."""
+    """Announces one request's KV, which the stage has written into a decode worker's pages
+    (`stream.KVExport`). `mark` is `PeerMemory.mark`; `close` releases the pages."""
 
     def __init__(self, mark: Callable[[], Any], close: Callable[[], None]) -> None:
         self._mark, self._close = mark, close
@@ -125,7 +125,8 @@ class PageWriters:
         """Keep the pages allocated until `close`, and return the page table.
 
         Raises:
-            DecodeFailed: The stage is on another GPU or host, or the request has ended.
+            DecodeFailed: The stage is on another GPU or host, has opened the pages before, or the request
+                has ended.
             OtherMemory: The stage has mapped another decode worker's memory.
         """
         if writer.home != home():

@@ -84,8 +84,8 @@ class RegisteredCache(ExportedCache):
 
 @dataclass(frozen=True)
 class RegisteredKV(ExportedKV):
-    """The payload of an announcement. The word at `lease` equals `serial` as long as the rows, or the slot of
-    `gathered`, belong to the request."""
+    """The payload of an announcement. The word at `lease` in the stage's memory equals `serial` as long as
+    the rows belong to the request, or the slot of `gathered` has the message."""
 
     cache: RegisteredCache
     lease: Span
@@ -113,7 +113,8 @@ class NixlExporter:
 
 
 class NixlExport(PageExport):
-    """Describes one request's KV (`stream.KVExport`). The lease is the word of the request's first page."""
+    """Describes one request's KV (`stream.KVExport`). Each page has a lease word; a request uses the word of
+    its first page."""
 
     def __init__(
         self,
@@ -301,7 +302,8 @@ def _exported(cache: PagedKVCache, agent: Agent) -> RegisteredCache:
 
 
 def gathered_kv(cache: PagedKVCache, agent: Agent) -> Callable[[Gathered, SlotLease], RegisteredKV]:
-    """Return what makes the payload of a gathered message. Call it once all slots are registered."""
+    """Return a function that makes the payload of a message in a slot. Call `gathered_kv` only once all
+    slots are registered, because it reads the agent's metadata."""
     exported = replace(_exported(cache, agent), sides=())
     return lambda gathered, lease: RegisteredKV(
         exported, ((0, gathered.tokens),), lease.span, lease.serial, gathered
@@ -309,7 +311,7 @@ def gathered_kv(cache: PagedKVCache, agent: Agent) -> Callable[[Gathered, SlotLe
 
 
 def rank_sender(config: HandoffConfig, cache: PagedKVCache, ranks: int, chunk_tokens: int) -> MessageSender:
-    """Make the sender for decode workers of several ranks."""
+    """Make a stage's sender for decode workers with `ranks` tensor-parallel ranks each."""
     agent = new_agent()
     slots = GatherSlots(cache, agent, ranks, slot_bytes(cache, chunk_tokens))
     outbox = GatheringOutbox(slots, gathered_kv(cache, agent), config.ack_timeout_s)

@@ -1,9 +1,9 @@
-"""The sender of `nixl` for decode workers of several ranks: it gathers KV by ranks.
+"""The stage's side of `nixl` for tensor-parallel decode workers: gathers each rank's KV heads.
 
 A row of a stage's pages has the heads of all ranks. If a rank read its heads from there, it would need a
 descriptor for each token, layer and side. So the stage copies each message into a slot of registered memory,
-where the heads of a rank follow one another. A slot is used again once the decode worker has answered, or its
-time is over. The slot's lease then tells a late reader.
+where the heads of a rank are contiguous. A slot is used again once the decode worker has answered, or the
+answer has timed out. A late reader notices that from the slot's lease.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SLOTS = 5
 
 @dataclass(frozen=True)
 class Gathered:
-    """Where each rank's part of a message lies in a slot: by rank, then layer, then side, then token.
+    """Layout of a message in a slot. Its KV is ordered by rank, then layer, then side, then token.
 
     Attributes:
         address: The slot's address at the stage.
@@ -50,7 +50,8 @@ class Gathered:
         return self.layers * self.tokens * sum(self.row_bytes)
 
     def part(self, rank: int, layer: int, side: int) -> Span:
-        """Return the address and the bytes of one rank's tokens of a side. layer: counted in the message."""
+        """Return the address and bytes of one rank's part of a side. `layer` counts from the message's first
+        layer."""
         mine = [size // self.ranks for size in self.row_bytes]
         start = self.tokens * ((rank * self.layers + layer) * sum(mine) + sum(mine[:side]))
         return self.address + start, self.tokens * mine[side]
@@ -58,11 +59,11 @@ class Gathered:
     def reads(
         self, rank: int, layer: int, side: int, target: int, rows: Runs
     ) -> Iterator[tuple[int, int, int]]:
-        """Yield (address at the stage, address here, bytes) of each run of rows.
+        """Yield (address at the stage, address at the decode rank, bytes) for each run of rows.
 
         Args:
-            target: Address of row 0 of the side, which has this rank's heads only.
-            rows: (first row, count) of the runs that take the message's tokens, in their order.
+            target: Address of row 0 of the side in the decode rank's cache, which has its own heads only.
+            rows: Runs (first row, count) of that cache which receive the message's tokens, in their order.
         """
         source, size = self.part(rank, layer, side)[0], self.row_bytes[side] // self.ranks
         for row, count in rows:
@@ -72,7 +73,8 @@ class Gathered:
 
 @dataclass(frozen=True)
 class SlotLease:
-    """The word at `span` equals `serial` while a slot has the message."""
+    """A slot's lease: the word at `span` in the stage's memory equals `serial` while the slot has the
+    message."""
 
     span: Span
     serial: int
@@ -82,7 +84,8 @@ class GatherSlots:
     """Registered memory for gathered messages.
 
     Args:
-        slot_bytes: The most bytes of a message.
+        ranks: Tensor-parallel ranks of each decode worker.
+        slot_bytes: Size of a slot: the maximum bytes of a message.
     """
 
     def __init__(
@@ -100,10 +103,10 @@ class GatherSlots:
 
     @torch.inference_mode()
     def gather(self, layers: Sequence[Sides]) -> tuple[Gathered, SlotLease, Callable[[], None]]:
-        """Copy a message into a free slot. Returns once it is there.
+        """Copy a message's layers into a free slot, and wait until they are copied.
 
         Returns:
-            Where it lies, its lease, and what to call once the slot may be used again.
+            The layout of the message, the slot's lease, and a function that frees the slot.
         """
         slot = self._free.get_nowait()  # `GatheringOutbox` leaves one free
         self._leases[slot] = next(self._serials)  # before anything is overwritten
@@ -145,15 +148,16 @@ class GatherExporter:
         return tuple(layers)
 
     def revoke(self) -> bool:
-        """Return True: decode workers read slots, never these tensors."""
+        """Return True: decode workers read slots, never the stage's pages."""
         return True
 
 
 class GatheringOutbox(ActorOutbox):
-    """Gathers each message before it is sent. It waits for answers until a slot is free.
+    """Copies each message into a slot of `GatherSlots` before sending it. After each message it waits for
+    answers until a slot is free.
 
     Args:
-        described: Makes an announcement's payload.
+        described: Makes an announcement's payload from the message's layout and the slot's lease.
     """
 
     def __init__(
@@ -171,6 +175,7 @@ class GatheringOutbox(ActorOutbox):
 
 
 def slot_bytes(cache: PagedKVCache, chunk_tokens: int) -> int:
-    """Return the most bytes of a message: it is sent once it has `MESSAGE_BYTES`, after a whole layer."""
+    """Return the maximum bytes of a message. A message is sent after the layer that brings it to
+    `MESSAGE_BYTES`, or after the last layer."""
     layer = chunk_tokens * token_bytes(cache.kv_heads, cache.head_dim, cache.dtype)
     return min(MESSAGE_BYTES + layer, len(cache.layers) * layer)

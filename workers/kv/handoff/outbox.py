@@ -43,7 +43,8 @@ class Outbox(Protocol):
         """Raise HandoffError if a message is known to have failed. Does not wait for answers."""
 
     def unanswered(self, delivery: Delivery) -> bool:
-        """Return whether answers are missing. If so, the decode worker may still read the pages."""
+        """Return True while a message of the stream is neither answered nor timed out. The decode worker may
+        then still read the pages."""
 
 
 class PageOpener(Outbox, Protocol):
@@ -126,7 +127,8 @@ class ActorOutbox:
         size: int,
         over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send a message. `over` is called once it is answered, its time is over, or it cannot be sent."""
+        """Send a message, then wait while more than `max_bytes` are unanswered. `over` is called once the
+        message is answered, has timed out or cannot be sent."""
         if delivery.failure:
             over()
             return

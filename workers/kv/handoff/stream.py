@@ -82,7 +82,7 @@ class MessageSender:
 
 
 class MessageStream:
-    """Sends the KV of one request in messages.
+    """Sends the KV of one request (`KVStream`): collects layers of a chunk into messages for an `Outbox`.
 
     Args:
         message_bytes: As in `KVExporter`; None: no KV is transferred, and one message announces each chunk.

@@ -1,7 +1,7 @@
 """The KV transports, by name.
 
-To add a transport, write a file with a `KVSender` and a `KVReader`, add a line here, and add its name to
-`HandoffConfig`.
+To add a transport, write a file with a `KVSender` and a `KVReader`, add it to `TRANSPORTS`, and add its
+name to `HandoffConfig`.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from deltafront.workers.settings import HandoffConfig
 
 @dataclass(frozen=True)
 class Transport:
-    """Makes the two ends.
+    """The functions that make a transport's sender (for a stage) and its reader (for a decode worker).
 
-    `rank_sender` also takes the ranks of a decode worker and the tokens of the longest chunk. None: `sender`
-    serves any number of ranks.
+    `rank_sender` makes the sender for tensor-parallel decode workers. It also takes the ranks of a decode
+    worker and the tokens of the longest chunk. None: `sender` serves any number of ranks.
     """
 
     sender: Callable[[HandoffConfig, PagedKVCache], KVSender]
@@ -38,11 +38,11 @@ TRANSPORTS: dict[str, Transport] = {
 def kv_sender(
     config: HandoffConfig, cache: PagedKVCache, *, ranks: int = 1, chunk_tokens: int = 0
 ) -> KVSender:
-    """Make a stage's sender.
+    """Make a stage's sender for the configured transport.
 
     Args:
-        ranks: Ranks of a decode worker.
-        chunk_tokens: The longest chunk.
+        ranks: Number of tensor-parallel ranks of each decode worker.
+        chunk_tokens: Number of tokens of the longest chunk.
     """
     transport = _named(config.transport)
     if ranks > 1 and transport.rank_sender is not None:

@@ -1,9 +1,10 @@
-"""The order in which cached blocks are evicted: by their expected next use, not by their last.
+"""The eviction order of cached blocks: the block whose next use is expected last is evicted first.
 
-A block learns from its own returns how long it usually stays unused. Until that time is over it is expected
-then. A block that is overdue, or that has never returned, is expected after as long again as it has been
-unused; among such blocks the least recently used goes first. Blocks that cost more prefill are taken for
-sooner. Pure; times are seconds of one clock.
+A block learns from its own reuses how long it usually stays unused (`interval`), and its next use is expected
+that long after its last one. If that time has passed, or the block was never reused, its next use is expected
+after as long again as it has been unused, so the least recently used of such blocks goes first. The time to
+the expected use is divided by a weight that grows with a block's prefill cost: costly blocks stay longer.
+Pure; times are seconds of one clock.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ DOUBLES_PAGES = 2048
 """A page here costs twice as much prefill as the prompt's first: attention takes as long as all else. It is
 32,768 tokens, measured with Llama-3.1-8B."""
 CLASSES = 6
-"""Blocks whose costs are within a factor of two share an order."""
+"""Number of cost classes. Blocks whose prefill costs are within a factor of two share a class."""
 WEIGHT = 1.5
 """The time until a block's next use is divided by this for each doubling of its cost. With 2 the seconds of
 prefill count alone, and short chats beside long sessions lose; with 1 the found tokens count alone."""
 REMEMBERED_PAGES = 32
-"""An evicted page at a multiple of this place in its prompt leaves a `Past`."""
+"""`Pasts` remembers an evicted page only if its index in the prompt is a multiple of this."""
 PASTS = 16_384
 
 
@@ -34,7 +35,7 @@ class CachedBlock:
     """A cached block. All tiers that hold its KV share this object.
 
     Attributes:
-        name: The prompt's root and the page's link in the hash chain.
+        name: The prompt's prefix-cache root and the page's link in the hash chain (`messages.prompts`).
         until: The time at which its retention ends.
         place: The page's index in the prompt.
         before: The name of the previous page; empty for the first.
@@ -50,7 +51,7 @@ class CachedBlock:
     interval: float = 0.0
 
     def returned(self, now: float) -> None:
-        """Learn from a use after an absence."""
+        """Update `interval` from the time since the last use, when the block is used again."""
         absence = now - self.used
         if not self.interval:
             self.interval = max(0.0, absence)
@@ -62,15 +63,15 @@ class CachedBlock:
         return min(CLASSES, (1 + self.place // DOUBLES_PAGES).bit_length()) - 1
 
     def ranks_as(self, other: CachedBlock) -> bool:
-        """Say whether both are evicted at the same time."""
+        """Return True if this block and `other` have the same place in the eviction order."""
         alike = self.used == other.used and self.interval == other.interval
         return alike and self.cost_class == other.cost_class
 
 
 class Pasts:
-    """When evicted blocks were used, so that a conversation that was evicted whole is known when it returns.
+    """Remembers `used` and `interval` of the last `PASTS` evicted blocks that were given to `keep`.
 
-    It forgets the oldest.
+    A conversation that was evicted whole thus gets its interval back when it returns.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class Pasts:
 
 
 class EvictionOrder:
-    """Candidates for eviction. Every operation takes O(log n), amortised."""
+    """Pages that may be evicted, in heaps by eviction order. Every operation takes O(log n), amortised."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, CachedBlock] = {}
@@ -129,7 +130,7 @@ class EvictionOrder:
         self._least_recent[block.cost_class].push(block.used, page)
 
     def _firsts(self, now: float) -> list[tuple[float, int]]:
-        """Return the first of each order: the weighted seconds until its next use, and the page."""
+        """Return the first page of each heap, after the weighted seconds until its expected next use."""
         aged = [(WEIGHT**n, one.first) for n, one in enumerate(self._least_recent)]
         expected = [(WEIGHT**n, one.first) for n, one in enumerate(self._last_expected)]
         return [
@@ -139,8 +140,9 @@ class EvictionOrder:
 
 
 class _Heap:
-    """A heap of pages by key, smallest first; of equal keys, the first that came. Discarded entries leave
-    later.
+    """A min-heap of pages by key; among equal keys, the page pushed first comes first.
+
+    `discard` only marks an entry. It is removed when it reaches the top, or when the heap is rebuilt.
     """
 
     def __init__(self) -> None:

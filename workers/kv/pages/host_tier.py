@@ -26,7 +26,7 @@ Move = Callable[[Runs, range, bool], Awaitable[None]]
 
 
 class PagesBack:
-    """A copy of slots in host memory back into pages, layer by layer.
+    """One copy of KV from slots in host memory back into GPU pages, layer by layer.
 
     The pages are in the prefix cache from the start of the copy, so that other requests find them and wait
     for the same copy.
@@ -179,10 +179,11 @@ class HostTier:
         self._wake.set()
 
     def _next(self) -> tuple[list[tuple[int, CachedBlock]], list[int]]:
-        """Take a batch of offered blocks. Returns those to copy, and the slots of those already in host
-        memory.
+        """Take up to BATCH_PAGES offered blocks from the queue. Both lists are in the order of eviction.
 
-        Each slot gets a reference. Both lists are in the order of eviction.
+        Returns:
+            The blocks to copy to host memory, with their pages; and the slots of the blocks that are already
+                there, each with a new reference. Blocks that the GPU has evicted are skipped.
         """
         new: list[tuple[int, CachedBlock]] = []
         known: list[int] = []

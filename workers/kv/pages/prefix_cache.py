@@ -20,8 +20,10 @@ from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, links_of
 
 @dataclass(frozen=True, slots=True)
 class _Evictable:
-    """Evictable pages, least recently used first, and whether each may be in `order`, which has those that no
-    cached page follows.
+    """Evictable pages and their eviction order.
+
+    `pages` maps each evictable page to True once it is settled (`PrefixCache.settle`). `order` has the
+    settled pages that no cached page follows.
     """
 
     pages: dict[int, bool] = field(default_factory=dict)
@@ -33,8 +35,10 @@ class PrefixCache:
 
     Args:
         clock: Returns seconds.
-        above: The cache of the tier above, which says when blocks are used.
-        learns: Whether blocks learn when they return. Otherwise the least recently used is evicted first.
+        above: The prefix cache of the tier above (the GPU's, for host memory). Both share blocks, and the
+            tier above records their uses.
+        learns: True if blocks learn their reuse interval (`eviction`). If not, the least recently used block
+            is evicted first. Ignored with `above`.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class PrefixCache:
         self._pages: dict[bytes, int] = {}
         self._blocks: dict[int, CachedBlock] = {}
         self._following: dict[bytes, int] = {}
-        """The number of cached pages that follow the page of this name."""
+        """By a page's name: the number of cached pages that directly follow it in prompts."""
         self._idle, self._retained = _Evictable(), _Evictable()
         self._ends: list[tuple[float, int]] = []
         """A heap of the times at which a retained page's retention may end."""
@@ -163,7 +167,7 @@ class PrefixCache:
                 self._rank(self._remove(page))
 
     def _remove(self, page: int) -> int | None:
-        """Remove a page. Returns the page before it, if no other page follows that."""
+        """Remove a page. Returns the cached page before it, if no other cached page follows that one."""
         block = self._blocks.pop(page)
         del self._pages[block.name]
         others = self._following.pop(block.before, 1) - 1
@@ -173,13 +177,13 @@ class PrefixCache:
         return self._pages.get(block.before)
 
     def _rank(self, page: int | None) -> None:
-        """Make a page that no cached page follows a candidate, if it is evictable and settled."""
+        """Add a page that no cached page follows to the eviction order, if it is evictable and settled."""
         evictable = self._evictable(page)
         if page is not None and evictable is not None and evictable.pages[page]:
             evictable.order.add(page, self._blocks[page])
 
     def unpin(self, pages: Iterable[int]) -> list[int]:
-        """Make cached pages evictable. A page comes before the page that it follows.
+        """Make cached pages evictable. `pages` lists each page before the page that it follows.
 
         Returns:
             Those of `pages` that are not cached.
@@ -202,7 +206,10 @@ class PrefixCache:
         return others
 
     def settle(self, pages: Iterable[int]) -> None:
-        """Put evictable pages into the order of eviction: a tier below has copied them, or there is none."""
+        """Let evictable pages be evicted in order, because a tier below has copied them or there is none.
+
+        Before that they are evicted only if the order of eviction is empty.
+        """
         for page in pages:
             evictable = self._evictable(page)
             if evictable is not None:
@@ -235,7 +242,8 @@ class PrefixCache:
         return gone
 
     def _evict_run(self, evictable: _Evictable, most: int, now: float) -> list[int]:
-        """Evict the first page, and then each page before it that ranks as it does."""
+        """Evict the first page of the order, then the pages before it in its prompt that are settled and rank
+        equally: at most `most` pages. Returns the evicted pages."""
         page = evictable.order.pop(now)
         if page is None:  # a page that is in use follows each, or a tier below copies them
             page = next(iter(evictable.pages))

@@ -42,7 +42,7 @@ class RequestPages:
         copy_in: Source and target of the copy of a session's partly filled last page. It is made before the
             first new token.
         session_token_ids: Token ids of the session, little-endian uint32; empty if unknown.
-        own: Unused pages for `divert`.
+        own: Reserved pages that `divert` puts into the table for recomputed blocks.
         coming: Running copies from host memory into pages of the table, for this request or another.
         host_tokens: Number of tokens whose KV is copied from host memory for this request.
 
@@ -166,7 +166,7 @@ class RequestPages:
 
     def cache_prefix(self, tokens: int, answer_ids: bytes = b"") -> None:
         """Put the full pages of the first `tokens` tokens into the prefix cache. The caller must not write to
-        these pages afterwards.
+        these pages afterwards. Does nothing after `end`, or if the key is None or not `remembers`.
 
         Args:
             answer_ids: Token ids after the prompt, little-endian uint32.
@@ -233,7 +233,7 @@ class PageManager:
         self._positions = positions
 
     def reserve(self, reservation: Reservation, now: float, waiting: int = 0) -> RequestPages | Refused:
-        """Reserve all pages of a request, or refuse. While other reservations wait, it refuses.
+        """Reserve all pages of a request, or refuse it. If `waiting` is not 0, it is refused in any case.
 
         Args:
             now: Seconds since the epoch.
@@ -343,7 +343,9 @@ class PageManager:
         )
 
     def prepare_session(self, pages: RequestPages, tokens: int) -> None:
-        """Allocate a spare page and set `copy_out`, so that a later `keep_session` cannot fail.
+        """If the session's last page is partly filled, allocate a spare page for its copy and set `copy_out`.
+
+        A later `keep_session` then cannot fail.
 
         Raises:
             OutOfPages: No spare page was reserved, and none is free.

@@ -43,9 +43,10 @@ class StoreError(Exception):
 
 @dataclass
 class _Loading:
-    """A group that is being loaded.
+    """A group of pages that is being loaded from disk into host memory.
 
-    `slots` have one reference for each of the `wanted` callers; they are empty if loading failed.
+    `slots` are the group's slots in host memory, with one reference for each of the `wanted` callers. They
+    are empty if the file cannot be used or host memory is full.
     """
 
     slots: asyncio.Future[Sequence[int]]
@@ -120,7 +121,7 @@ class StoreTier:
 
         Returns:
             The prompt's slots in host memory, each with one reference to release, and the number of pages
-                that were loaded.
+                that were loaded without a gap.
         """
         held = list(self._host.find(key, on_gpu)[0])
         self._host.pool.incref(held)
@@ -230,7 +231,7 @@ class StoreTier:
         return len(self._groups) < self._room
 
     def _hold(self, name: bytes, retain_s: float) -> int:
-        """Add a group if it is new, and pin it until `_use`. Returns its number."""
+        """Add a group if it is new, retain it for `retain_s`, and pin it. Returns the group's number."""
         number = self._groups.page_of(name)
         if number is None:
             number, now = next(self._numbers), self._clock()

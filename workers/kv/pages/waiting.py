@@ -119,8 +119,12 @@ class ReservationQueue:
         return any(waiter.reservation.request_id == request_id for waiter in self._waiters)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Reserve pages at once or after a wait, or refuse. Raises DecodeFailed if the request is cancelled
-        or its lease expires during the wait."""
+        """Reserve pages at once, or wait for pages if the reservation allows it, or refuse.
+
+        Raises:
+            DecodeFailed: During the wait the request was cancelled, its lease expired or the queue was
+                cleared.
+        """
         answer = self._take(reservation, len(self._waiters))
         if not isinstance(answer, Refused) or answer.reason is not RefusalReason.PAGES:
             return answer

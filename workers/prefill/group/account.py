@@ -97,8 +97,8 @@ class Pace:
         self._first: dict[str, float] = {}
 
     def record_chunk(self, method: str, start: int, tokens: int, reports: Sequence[ChunkReport]) -> float:
-        """Record a finished chunk. Returns the slowest stage's seconds per token, without its waits for other
-        processes."""
+        """Return a finished chunk's seconds per token on the slowest stage, without waits for other
+        processes. Remembers the value if this is a prompt's first chunk."""
         pace = max(report.wall - waited(report) for report in reports) / tokens
         if start == 0:
             self._first[method] = pace
@@ -120,7 +120,8 @@ class Throughput:
         self._last = float("-inf")
 
     def record_chunk(self, tokens: int, sent: float, ended: float) -> float:
-        """Record a chunk. Returns the seconds that the group worked on it alone."""
+        """Record a chunk. Returns the seconds from its sending, or from the end of the previous chunk if that
+        is later, to its end."""
         worked = ended - max(sent, self._last)
         decay = math.exp(-worked / _MEMORY_S) if self.idle(sent) < RATE_LASTS_S else 0.0
         self._tokens = decay * self._tokens + tokens

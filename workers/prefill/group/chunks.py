@@ -97,9 +97,9 @@ class StageWork:
     """The work of a stage's layers.
 
     Attributes:
-        per_token: Multiply-adds per token.
+        per_token: Multiply-adds per token, including attention in layers with a sliding window.
         per_pair: Multiply-adds per pair of query and key, in layers without a sliding window.
-        halves: Number of attention halves plus number of MLP halves.
+        halves: Number of sublayers: attention and MLP count one each, so a whole layer counts two.
     """
 
     per_token: int

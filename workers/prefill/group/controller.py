@@ -154,8 +154,8 @@ class PrefillController:
         return request
 
     def _arm_lease(self, request: Request) -> None:
-        """End the request when its lease expires. A second timer follows the first, so that a process that
-        was paused can first receive the renewals that arrived meanwhile.
+        """End the request unless the API server renews its lease in time. A second, short timer follows the
+        first, so that a process that was paused can first receive renewals that arrived meanwhile.
         """
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"no door has renewed {request.job.request_id} for {lease:g} s")
@@ -236,8 +236,8 @@ class PrefillController:
     # --- endings --------------------------------------------------------------------------------------
 
     def _end(self, request: Request, event: PrefillEvent | PrefillFailed | None) -> asyncio.Future[None]:
-        """End a request with this event; do nothing if it has ended. All stages get the close command after
-        the chunks in flight.
+        """End a request with this event; do nothing if it has ended. The stages stop its chunks in flight. If
+        they have opened the request and the group is not lost, they get the close command after these.
 
         Returns:
             A future that is done when the request's pages are free.

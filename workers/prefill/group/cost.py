@@ -1,8 +1,8 @@
-"""Learns how long a prefill group takes, from its chunks: a part for each chunk, for each token, and for each
-pair of a query and a key. Pure.
+"""Learns from finished chunks how many seconds a prefill group takes per chunk, per token, and per pair of
+query and key. Pure.
 
-It is a recursive least-squares fit of a chunk's seconds per token, which forgets old chunks, weighs errors by
-the prediction, and never takes a part for negative.
+It is a recursive least-squares fit of a chunk's seconds per token. Old chunks are forgotten, errors are
+relative to the prediction, and no coefficient is negative.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _OUTLIER = 0.5
 """A chunk that is off by more than this share of its prediction counts as if it were off by this: a compiling
 kernel makes one chunk slow."""
 _SURE = 8
-"""Chunks before outliers are known as such."""
+"""Number of first chunks that are never treated as outliers."""
 _SWEEPS = 20
 _SCALES = (256.0, 1.0, 1 / 32_768)
-"""They make the three parts of a token's time alike in size."""
+"""Units for the seconds per chunk, token and pair, so that the three terms are alike in size."""
 
 
 class CostFit:
-    """The cost of one method. chunk_tokens: the length of the group's chunks."""
+    """Learns the cost of one attention method. `chunk_tokens` is the length of the group's chunks."""
 
     def __init__(self, chunk_tokens: int | None = None) -> None:
         self._chunk_tokens = chunk_tokens
@@ -54,7 +54,7 @@ class CostFit:
         self._solve()
 
     def _solve(self) -> None:
-        """Descend by coordinates to the best parts that are not negative."""
+        """Find the best coefficients that are not negative, by coordinate descent."""
         for _ in range(_SWEEPS):
             for n in range(3):
                 others = sum(self._moments[n][m] * self._parts[m] for m in range(3) if m != n)

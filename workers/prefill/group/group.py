@@ -284,7 +284,8 @@ class PrefillGroup(Replica):
 
 
 def _exported_memory(wanted: str) -> Any:
-    """Wait until a decode worker with this pairing exports its memory. Asks all, because one may hang."""
+    """Wait until a decode worker whose pairing is `wanted` exports its weights and KV cache, and return the
+    export. Asks all decode workers at once, because one may hang."""
     asked: dict[str, Any] = {}
     while True:
         for name in _decode_workers() - asked.keys():

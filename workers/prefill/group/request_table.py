@@ -88,7 +88,8 @@ class Request:
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
         """Make the command for the next chunk, and count its tokens as sent.
 
-        A resumed prompt is cut at the same tokens as a new one, so that results are bitwise equal.
+        If a resumed prompt starts where a new one would be cut, it is cut at the same tokens from there on,
+        so that results are bitwise equal.
         """
         method, start, total = self.job.method, self.sent, self.job.tokens
         if not self._next_sizes:
@@ -199,8 +200,8 @@ class PrefillRequests:
         return None
 
     def queue_refusal(self, tokens: int, now: float) -> Refused | None:
-        """Return a refusal if the queue is full, else None. Each refused prompt gets a later retry time than
-        the one before it, at the rate at which places in the queue become free.
+        """Return a refusal if `max_waiting` prompts wait already, else None. Refused prompts get successive
+        retry times, at the rate at which places in the queue become free (`_next_turn`).
         """
         waiting = sum(not request.opened for request in self._live())
         if waiting < self._config.max_waiting:
@@ -254,8 +255,8 @@ class PrefillRequests:
         )
 
     def _queue(self, now: float) -> Iterator[tuple[int, float]]:
-        """Yield the tokens left of each live request, and the seconds they are expected to take. Tokens in
-        flight count as 0, since no prompt overtakes them.
+        """Yield the unsent tokens of each live request whose method has a learned cost, and their expected
+        seconds. Tokens in flight are a separate item with 0 tokens, since no prompt overtakes them.
         """
         spent = now - self._began
         for request in self._live():
@@ -275,7 +276,8 @@ class PrefillRequests:
     def _next_turn(self, now: float) -> float | None:
         """Return the seconds after which a refused prompt should try again; None while the rate is unknown.
 
-        Each refused prompt's time is later than the last one's, by this group's mean prefill time per prompt.
+        Each refused prompt's time is later than the last one's by the mean time to prefill a prompt of the
+        queue, up to a limit of `_LONGEST_TURN_S` or, if longer, that mean time.
         """
         rate = self._throughput.tokens_per_second
         if rate <= 0:

@@ -174,8 +174,8 @@ class ChunkAttention:
     def _first_needed(self, layer: int) -> int:
         """Return the first position whose attention is needed; the chunk's end if none is.
 
-        In the model's last layer, only the last token's logits need attention. The method computes it from
-        the last position at which it can start without the state of earlier queries.
+        In the model's last layer, attention is needed only for the logits of the prompt's last token. A
+        method with a `resume_step` starts at the last multiple of it, any other at the chunk's beginning.
         """
         command = self._work.command
         if layer != self._last_layer or not (step := resume_step(self._prompt.request.method)):

@@ -88,7 +88,7 @@ class PrefillStage:
     def leave(self) -> None:
         """Leave a lost group, but keep the model. Wait until no decode worker reads this stage's pages.
 
-        Raises the device's error if the group was lost by one.
+        If a device error is the reason why the group was lost, raises that error.
         """
         links, self._activations = self._activations, NoActivations()
         links.abort()  # first, since kernels on the device may wait for a neighbour
@@ -227,15 +227,18 @@ class PrefillStage:
         return self.stack.embed(self._to_device(ids_T))
 
     def _to_device(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-        """Copy to the device from pinned memory. Any other copy would wait for all launched work."""
+        """Return the array as a tensor on the device. A GPU copies it from pinned memory; any other copy
+        would wait for all launched work."""
         x = torch.from_numpy(array)
         if self.stack.device.type == "cuda":
             return x.pin_memory().to(self.stack.device, non_blocking=True)
         return x
 
     def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor, stream: KVStream) -> Callable[[], None]:
-        """Launch the logits of the last token, the rest of the KV hand-off, and a check for overflow. Returns
-        a function that completes the hand-off.
+        """Launch a chunk's check for overflow and the rest of its KV hand-off. The last stage also launches
+        the logits of the prompt's last token, if the command wants them.
+
+        Returns a function that completes the hand-off.
 
         The check needs only the last layer's output, because an overflow in any layer stays in the residual.
         """
