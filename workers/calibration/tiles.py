@@ -102,8 +102,8 @@ def tiles_read(
 
 
 def _listed(mask: TileMask, blocks: int) -> torch.Tensor:
-    """Return the mask as bool_HNM. Entries beyond a list's count become block 0, which every list
-    contains."""
+    """Convert a mask from lists of key blocks to bool_HNM. Entries beyond a list's count become block 0,
+    which every list contains."""
     index_HNM, count_HN = mask.index_BHNM[0].long().cpu(), mask.count_BHN[0].cpu()
     listed_HNM = torch.arange(index_HNM.shape[-1]) < count_HN[..., None]
     read_HNM = torch.zeros(*count_HN.shape, blocks, dtype=torch.bool)

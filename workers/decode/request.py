@@ -108,8 +108,8 @@ class RequestTimes:
         }
 
     def report(self) -> DecodeReport:
-        """Make the report. Its `parts` are disjoint, and add up to the time from the arrival of job and
-        logits to the first token."""
+        """Report where the time to first token went. The `parts` are disjoint, and add up to the time from
+        the arrival of job and logits to the first token."""
         parts: dict[str, Any] = {part: _length(*moments) for part, moments in self.parts.items()}
         names = (field.name for field in fields(DecodeReport))
         return DecodeReport(**parts, **{name: getattr(self, name) for name in names if name not in parts})

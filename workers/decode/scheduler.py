@@ -44,7 +44,8 @@ class DecodeScheduler:
 
     Args:
         before_first: Called once for each request, before its first token is delivered.
-        prompts_wait: Says whether prompts are being prefilled for this worker.
+        prompts_wait: Returns True while the worker has requests that are not ready, such as those whose
+            prompt is being prefilled. Only then does `target_gap_ms` delay decode steps.
     """
 
     def __init__(

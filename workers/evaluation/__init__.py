@@ -1,5 +1,7 @@
-"""Measures the answers of prefill methods on a user's own model. Start at `evaluation.py`.
+"""Measures how good answers are after sparse prefill, compared with dense, on a user's own model. Start at
+`evaluation.py`.
 
-`prompts.py` and `ruler.py` make prompts, `planner.py` orders them and decides, `comparison.py` compares.
-These load no torch. `reader.py` and `answering.py` compute.
+`prompts.py` and `ruler.py` make prompts, `planner.py` chooses the settings to try and the best one, and
+`comparison.py` compares answers with dense attention's. These import no torch. `reader.py` (prefill) and
+`answering.py` (decode) run the model.
 """

@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, median, stdev
 from deltafront.workers.evaluation.prompts import TaskPrompt
 
 TOLD = 24
-"""First tokens of dense attention's answer whose log-probability is measured."""
+"""Number of first tokens of dense attention's answer whose log-probability is measured."""
 
 
 @dataclass(frozen=True)

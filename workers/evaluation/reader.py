@@ -51,7 +51,8 @@ class Reader:
     Args:
         room: Maximum length of the sequence in tokens.
         profile: The model's profile, for methods with the option `density`.
-        kv_dtype: `int8` rounds K and V as int8 pages do, but stores them in the stack's dtype.
+        kv_dtype: `int8` rounds K and V as int8 pages do, but stores them in the stack's dtype. None: no
+            rounding.
         kv: k_LBGSD and v_LBGSD to use. None: allocate them.
     """
 
