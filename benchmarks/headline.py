@@ -24,7 +24,8 @@ _SHOWN = (
 
 
 def times(engine_of_8b: Result) -> dict[str, Row]:
-    """Return the measured times that the table shows, by case, with a 16-bit KV cache.
+    """Return the rows of measured times that the table shows, by case: TOKENS tokens on one GPU, the 8B
+    shape, a 16-bit KV cache.
 
     In `mapped …`, prefill and decode share one copy of weights and KV cache. `long …` is the prompt of
     LONGEST tokens, on the largest number of GPUs that was measured.

@@ -1,4 +1,4 @@
-"""The embedded model, tokenizers and texts of benchmarks."""
+"""Defines the benchmarks' embedded model, loads tokenizers and texts, and compiles kernels in advance."""
 
 from __future__ import annotations
 

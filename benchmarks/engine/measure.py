@@ -39,7 +39,8 @@ def random_ids(tokens: int, vocabulary: int, seed: int) -> list[int]:
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Retry while the service is busy with earlier requests."""
+    """Retry `call` a limited number of times while the service rejects it as overloaded and says when to
+    retry."""
     for _ in range(_TRIES):
         try:
             return call()

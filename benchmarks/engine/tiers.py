@@ -44,7 +44,8 @@ def _session(tokens: int) -> int:
 
 
 def settings(tokens: int, host_gib: float, store: Path, *, mapped: bool) -> dict[str, Any]:
-    """Return keys for the service's configuration. mapped: Stages use the decode worker's pages."""
+    """Return the configuration keys that give the decode worker room for one document and a session, and the
+    KV cache a host and a disk tier. mapped: Prefill stages use the decode worker's pages."""
     room = (tokens + _session(tokens) + 4 * ANSWER_ROOM) // PAGE_TOKENS * PAGE_TOKENS
     return {
         **({"prefill.cache_tokens": room} if mapped else {}),

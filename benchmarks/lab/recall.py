@@ -41,7 +41,7 @@ Recalled = dict[tuple[str, int], float]
 
 
 def fact_blocks(prompt: TaskPrompt, tokenizer: Tokenizer) -> tuple[list[int], set[int]]:
-    """Return the prompt's ids and the blocks of the answers in its document."""
+    """Return the prompt's token ids, and the blocks that contain the first occurrence of each answer."""
     encoded, blocks = tokenizer.encode(prompt.text), set[int]()
     for answer in prompt.answers:
         first = prompt.text.find(answer)
@@ -52,7 +52,9 @@ def fact_blocks(prompt: TaskPrompt, tokenizer: Tokenizer) -> tuple[list[int], se
 
 
 def chosen(mass_LM: torch.Tensor, tokens: int, rule: str, count: int) -> set[int]:
-    """Choose blocks as `BlockAttention.most_attended` does, with either rule."""
+    """Choose the `count` complete blocks of the first `tokens` tokens with the largest attention mass, by
+    mean or maximum over layers. As in `BlockAttention.most_attended`, block 0 is never chosen and the last
+    block ranks last."""
     mass_M = mass_LM[:, : tokens // BLOCK].clone()
     mass_M = mass_M.mean(0) if rule == "mean" else mass_M.amax(0)
     mass_M[0], mass_M[-1] = -2.0, -1.0
@@ -61,7 +63,8 @@ def chosen(mass_LM: torch.Tensor, tokens: int, rule: str, count: int) -> set[int
 
 @torch.inference_mode()
 def recalled(reader: Reader, ids: Sequence[int], facts: set[int], chunk: int) -> Recalled | None:
-    """Return the share of the facts' blocks that each rule chooses; None if none can be chosen."""
+    """Return the share of the facts' blocks that each rule chooses, by rule and number of blocks. None: no
+    fact lies in a block that can be chosen, after block 0 and before the prompt's end."""
     start = tail_start(len(ids))
     facts = {block for block in facts if 0 < block < start // BLOCK}
     if not facts:

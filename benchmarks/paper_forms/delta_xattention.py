@@ -114,7 +114,8 @@ class TileSkipSelector:
 
 
 def skipped(x: AttentionInput, mask: TileMask, saved_BH: torch.Tensor) -> TileMask:
-    """Drop the `saved_BH` (rounded down) tiles with the lowest scores. Block 0 and the diagonal stay."""
+    """Drop `saved_BH` tiles (rounded down) of each head, spread over query blocks in proportion to their
+    tiles. A query block loses the tiles with the lowest scores, never block 0 or the diagonal."""
     assert mask.score_BHNM is not None
     other_BHN = (mask.count_BHN.double() - 2).clamp(min=0)
     share_BH = (saved_BH / other_BHN.sum(2).clamp(min=1)).clamp(max=1.0)

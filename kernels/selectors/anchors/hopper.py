@@ -144,7 +144,8 @@ def _counts(buffer, s_XWS, PLAN: gl.constexpr):
 def _add_up(
     tile, use, q, buffers, rows, first_ptr, scale, DIAGONAL: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Store the log2 sums of one key tile's blocks. DIAGONAL: the tile needs a causal mask."""
+    """Store, for each query slot and each key block of one key tile, log2 of the sum of anchor weights.
+    DIAGONAL: the tile needs a causal mask."""
     W: gl.constexpr = PLAN.blocks
     S: gl.constexpr = PLAN.k_slots
     ring = buffers.k
