@@ -1,4 +1,5 @@
-"""Plans stages, ranks and cache sizes for a model on the GPUs of one host. Memory is counted as in `size`."""
+"""Plans prefill stages, tensor-parallel decode ranks and KV cache sizes for a model on one host's GPUs.
+Memory is counted as in `size`."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -65,8 +66,8 @@ class Demand:
 
 @dataclass(frozen=True)
 class HostUse:
-    """How GPUs are assigned to stages and ranks. beside: ranks share the stages' GPUs; otherwise they have
-    separate GPUs."""
+    """How GPUs are assigned to prefill stages and to the decode worker's ranks. beside: ranks share the
+    stages' GPUs; otherwise they have separate GPUs."""
 
     quantisation: Quantisation | None
     stages: int
@@ -75,7 +76,8 @@ class HostUse:
 
     @property
     def mapped(self) -> bool:
-        """Whether the stage maps the decode worker's memory."""
+        """Whether the one stage maps the memory of the one-rank decode worker on its GPU, instead of having
+        its own."""
         return self.beside and self.stages == self.ranks == 1
 
 

@@ -148,7 +148,8 @@ class _Handler:
     stream_unary: None = None
 
     def _replace(self, **changes: Any) -> _Handler:
-        """Call Serve's functions, with the stream's first message as the request.
+        """Return a handler that calls Serve's function, with the stream's first message as the request. Serve
+        calls `_replace` to put its functions in place of the door's methods.
 
         A door answers health checks itself, so that they do not count as Serve's requests.
         """

@@ -142,7 +142,7 @@ def _keeping(call: Call, ttl_s: float) -> Call:
 
 
 def _first(failures: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the first error that a caller should hear of."""
+    """Return the first DeltafrontError of a group of errors; if it has none, its first error."""
     found = [error for error in _leaves(failures) if isinstance(error, DeltafrontError)]
     return found[0] if found else _leaves(failures)[0]
 

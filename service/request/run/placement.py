@@ -91,8 +91,8 @@ def _need(plan: Plan, deadline: float | None, method: str) -> admission.Need:
 async def admit(
     resources: Resources, plan: Plan, deadline: float | None, method: str, *, polled: bool = False
 ) -> admission.Admitted:
-    """Choose candidates. Before a refusal, poll the workers' states. Raises Overloaded, DeadlineExceeded or
-    Unavailable."""
+    """Return the groups and workers that can serve a plan, best first. If there are none, poll the workers'
+    states and try again before refusing. Raises Overloaded, DeadlineExceeded or Unavailable."""
     view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
     need = _need(plan, deadline, method)
     decision = admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))

@@ -45,11 +45,11 @@ class PrefixHit:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Rates of workers in tokens a second; 0: unknown.
+    """Speeds of workers. Rates are in tokens a second; 0: unknown.
 
     Attributes:
         extend: A decode worker's prefill rate after a prefix.
-        prefill: A prefill group's cost; None: unknown.
+        prefill: A prefill group's measured cost, which predicts its seconds; None: unknown.
         fetch: The rate at which the group's stages fetch a prefix's KV from the decode worker.
         queued_s: Seconds before the group begins this prompt.
     """

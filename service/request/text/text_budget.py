@@ -21,14 +21,15 @@ SHORT_BYTES = 1 << 18
 
 @dataclass(eq=False)
 class HeldText:
-    """One request's share of the budget. `release`, or the end of the `with` block, returns it."""
+    """The bytes of a door's text budget that one request holds. `release`, or the end of the `with` block,
+    returns them."""
 
     owner: str
     size: int
     budget: TextBudget
 
     def grow(self, size: int) -> None:
-        """Increase the share to `size` bytes in total. Raises Overloaded."""
+        """Increase the held bytes to `size` in total. Raises Overloaded."""
         if size > self.size:
             self.budget.check(self.owner, size, self)
             self.size = size
