@@ -47,11 +47,12 @@ class HostMemory:
                         target.copy_(source, non_blocking=True)
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
-        """Save slots to a file, load them from it, or remove the file.
+        """Save slots to the file of a page group, load them from it, or remove the file.
 
         Args:
             work: `save`, `load` or `remove`.
-            name: The name of the slots' group (see `store_tier`).
+            name: The name of the group (see `store_tier`).
+            slots: The host-memory slots to save, or to load into.
         Raises:
             StoreError: The file cannot be used.
         """

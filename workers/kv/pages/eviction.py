@@ -15,16 +15,17 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 RISE, FALL = 0.7, 0.25
-"""How far a longer or shorter absence moves what is learned. It stays above the mean, since a block that is
-evicted shortly before its return is a loss."""
+"""An absence longer (RISE) or shorter (FALL) than a block's `interval` moves it by this share of the
+difference. It thus stays above the mean, since a block that is evicted shortly before its next use is a loss.
+"""
 DOUBLES_PAGES = 2048
-"""A page here costs twice as much prefill as the prompt's first: attention takes as long as all else. It is
-32,768 tokens, measured with Llama-3.1-8B."""
+"""A page at this index in its prompt costs twice as much prefill as the first page: its attention takes as
+long as all else. It is 32,768 tokens, measured with Llama-3.1-8B."""
 CLASSES = 6
 """Number of cost classes. Blocks whose prefill costs are within a factor of two share a class."""
 WEIGHT = 1.5
-"""The time until a block's next use is divided by this for each doubling of its cost. With 2 the seconds of
-prefill count alone, and short chats beside long sessions lose; with 1 the found tokens count alone."""
+"""The time until a block's next use is divided by this for each doubling of its cost. With 2, only saved
+seconds of prefill would count, and short chats beside long sessions lose; with 1, only hit tokens."""
 REMEMBERED_PAGES = 32
 """`Pasts` remembers an evicted page only if its index in the prompt is a multiple of this."""
 PASTS = 16_384

@@ -54,7 +54,7 @@ class _Loading:
 
 
 class StoreTier:
-    """The prefix cache's tier on disk.
+    """The prefix cache's tier on disk, below the `HostTier`.
 
     Args:
         saved: The page groups found on disk, from `KVFiles.saved`.

@@ -43,7 +43,7 @@ class ChunkWork:
     """Logits (float32) after the prompt's last token; None if they are not needed."""
     launched: float = 0.0
     through: float = 0.0
-    """perf_counter times: all of the chunk was launched; the device had finished it."""
+    """perf_counter times at which the host had launched the whole chunk, and the device had finished it."""
     _computed_L: torch.Tensor | None = None
     _sealed: Any = None
 

@@ -76,8 +76,8 @@ class PrefillStage:
         self._open: dict[str, OpenPrompt] = {}
         self._abandoned: set[int] = set()
         self._streams: dict[str, KVStream] = {}
-        """By request id, until the request's pages are free. Decode workers may still read the pages of a
-        closed request."""
+        """KV streams by request id, until the request's pages are free. Decode workers may still read the
+        pages of a closed request."""
         self._tracer = tracer
         self._through = 0.0
         """The perf_counter time at which the device finished the last chunk."""
