@@ -13,8 +13,12 @@ from functools import cached_property
 from typing import Any
 
 from deltafront.service.request.text.detokenize import overlap
+from deltafront.workers.model.grammars import GrammarError
 
 Schema = Mapping[str, Any]
+
+_NAME = re.compile(r"[^<>\r\n]{1,128}")
+"""Names of parameters that a reader tells from the marks around them."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,18 @@ def parameter_rules(
 
     Returns:
         The expression that follows the call's head, and the rules that this expression names.
+
+    Raises:
+        GrammarError: The model's calls cannot hold a parameter's name.
     """
     sequence, rules = list[str](), list[str]()
     required = schema.get("required") or ()
     for number, (key, value) in enumerate((schema.get("properties") or {}).items()):
+        if not _NAME.fullmatch(key):
+            raise GrammarError(
+                f"parameter {key[:40]!r}: this model's calls need names of 1 to 128 characters "
+                "without '<', '>' and line breaks"
+            )
         rule = f"{name}_{number}"
         sequence.append(rule if key in required else f"{rule}?")
         rules.append(f"{rule}: {words(form.key.replace('KEY', key))} {rule}_value")

@@ -207,6 +207,14 @@ def test_tool_call_parameters_match_the_grammar_and_parse_as_json(
 
 
 @BY_PARAMETERS
+@pytest.mark.parametrize("name", ["", "a\nb", "a>b", "</arg_key>", "x" * 129])
+def test_refuses_parameter_names_that_a_call_cannot_hold(form: ToolFormat, name: str) -> None:
+    function = {"name": "f", "parameters": {"properties": {name: {"type": "string"}}}}
+    with pytest.raises(GrammarError, match="1 to 128 characters without"):
+        tools_grammar(form, Tools((function,)), {}, None)
+
+
+@BY_PARAMETERS
 @pytest.mark.parametrize(
     "wrong", [{"city": "Rome", "days": 100}, {"days": 1}, {"city": "a", "days": 1, "x": 1}]
 )
