@@ -306,8 +306,7 @@ class RequestRun:
     async def _decode(
         self, attempt: Attempt, worker: DecodeWorker, job: requests.GenerateJob, timeout: asyncio.Timeout
     ) -> None:
-        """Stream a decode worker's answer to the client, and note the session that it keeps. A Prefill's one
-        token is dropped."""
+        """Stream a worker's answer to the client, and note its session. A Prefill's one token is dropped."""
         stream, report = worker.generate(job), events.DecodeReport()
         async for event in stream:
             if isinstance(event, events.PromptLogprobs):
