@@ -238,7 +238,7 @@ MAPPED: dict[str, dict[str, Any]] = {
         ("decode", {"surge": True}, "prefill.surge and decode.surge: must be false"),
     ],
 )
-def test_one_stage_maps_the_memory_of_one_decode_worker(
+def test_mapped_transport_requires_one_stage_and_one_decode_worker(
     section: str, values: dict[str, Any], problem: str
 ) -> None:
     whole = {**content(), **MAPPED}

@@ -107,7 +107,7 @@ def test_without_workers_a_request_is_unavailable(make_house: Callable[..., Hous
         assert caught.value.retry_after_s == 5
 
 
-def test_worker_death_after_the_last_token_repeats_nothing(house: House, client: DeltafrontClient) -> None:
+def test_worker_death_after_the_last_token_repeats_no_token(house: House, client: DeltafrontClient) -> None:
     house.decode.script = [*b"all of it", EOS]
     house.cut("decode").cut_after = 1 + len(house.decode.script)
     text, tokens, finish, _ = collect(client.generate(PROMPT, max_tokens=40))
@@ -135,7 +135,7 @@ def test_finish_event_has_no_session_if_the_decode_worker_died(
     assert (len(tokens), finish.session) == (9, None)
 
 
-def test_sessions_die_with_their_worker(house: House, client: DeltafrontClient) -> None:
+def test_sessions_end_when_their_decode_worker_dies(house: House, client: DeltafrontClient) -> None:
     *_, made = client.prefill(PROMPT)
     session = made.session.session_id  # type: ignore[union-attr]
     house.cut("decode").cut_after = 3
@@ -155,7 +155,7 @@ def test_sessions_die_with_their_worker(house: House, client: DeltafrontClient) 
     ],
     ids=["dies", "fails"],
 )
-def test_releasing_on_a_dying_worker_is_no_internal_error(
+def test_releasing_a_session_on_a_dying_worker_is_no_internal_error(
     house: House, client: DeltafrontClient, fault: Exception, answer: tuple[type[Exception], str]
 ) -> None:
     *_, made = client.prefill(PROMPT)
@@ -320,7 +320,7 @@ def test_asks_a_group_whose_queue_looks_full_before_reserving_pages(
 
 
 @pytest.mark.parametrize("read_meanwhile", [True, False])
-def test_door_polls_again_before_refusing_for_a_backlog(
+def test_door_polls_workers_again_before_refusing_for_a_backlog(
     make_house: Callable[..., House], read_meanwhile: bool
 ) -> None:
     """The door has polled its workers once, and polls them again before it refuses."""
@@ -364,7 +364,7 @@ def test_waits_at_the_decode_worker_whose_pages_are_free_soonest(
     nothing_left(house)
 
 
-def test_outdated_view_never_refuses_a_request_that_fits(
+def test_outdated_worker_state_never_refuses_a_request_that_fits(
     make_house: Callable[..., House],
 ) -> None:
     """Requests run one after the other without a poll in between. Each takes more than half of the pages."""

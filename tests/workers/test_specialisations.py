@@ -114,7 +114,7 @@ def test_options_that_change_kernels_need_their_own_warm_up(found: dict[str, Any
 
 
 @pytest.mark.parametrize("name", WARM)
-def test_nothing_is_compiled_after_the_warm_up(found: dict[str, Any], name: str) -> None:
+def test_no_kernel_is_compiled_after_the_warm_up(found: dict[str, Any], name: str) -> None:
     assert found[name]["warm_up"] > 0
     assert found[name]["missing"] == {}
 

@@ -81,7 +81,7 @@ def test_prefills_the_last_prompt_tokens_a_second_time_densely(stack: LayerStack
         assert not torch.allclose(sparse.tail_TC, dense.tail_TC, rtol=1e-3, atol=1e-3)
 
 
-def test_answers_one_prefill_with_each_number_of_recomputed_blocks(stack: LayerStack) -> None:
+def test_reuses_one_prefill_for_all_numbers_of_recomputed_blocks(stack: LayerStack) -> None:
     prompts, method, together = [sample(ids_of(700))], SPARSE, Together(stack, 1, 720)
     (none,), (two,), (all_blocks,) = together.answers(method, [0, 2, 9], prompts, 256, 9, decode)
     for blocks, answer in ((0, none), (2, two), (9, all_blocks)):

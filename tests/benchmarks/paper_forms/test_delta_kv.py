@@ -138,7 +138,7 @@ def test_seed_and_layer_determine_random_delta_kv_anchors() -> None:
     assert not torch.equal(chances[0], chances[2]) and not torch.equal(chances[0], chances[3])
 
 
-def test_refuses_options_that_leave_nothing_to_attend_to() -> None:
+def test_refuses_delta_kv_options_that_leave_no_keys_to_attend_to() -> None:
     with pytest.raises(MethodError, match="leave nothing to attend to"):
         method_spec("delta_kv_thesis", {"history": 0, "diagonal": 0})
     x = random_input(300)

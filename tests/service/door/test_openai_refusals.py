@@ -248,7 +248,7 @@ def test_unknown_models_sessions_and_routes_are_404(address: str, api: openai.Op
     assert httpx.get(f"{address}/v1/completions").status_code == 405
 
 
-def test_full_server_sends_retry_after(house: House, api: openai.OpenAI) -> None:
+def test_refusal_of_a_full_server_has_a_retry_after_header(house: House, api: openai.OpenAI) -> None:
     house.decode.remembers = False
     house.decode.total = 40
     house.decode.pause_at = 1

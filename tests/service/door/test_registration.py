@@ -123,7 +123,7 @@ def test_status_that_the_door_sets_reaches_the_client(code: grpc.StatusCode) -> 
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.OK, None])
-def test_successful_calls_keep_their_status(code: grpc.StatusCode | None) -> None:
+def test_grpc_status_of_successful_calls_is_unchanged(code: grpc.StatusCode | None) -> None:
     """Covers calls whose status is unset and calls where Serve sets OK."""
 
     def end(context: Any) -> None:

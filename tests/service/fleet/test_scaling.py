@@ -32,7 +32,7 @@ loads = st.lists(
 
 
 @given(backlogs, st.floats(1, 120))
-def test_wants_the_fewest_groups_that_prefill_the_backlog_in_time(
+def test_scales_to_the_fewest_groups_that_prefill_the_backlog_in_time(
     groups: list[Backlog], backlog_s: float
 ) -> None:
     waiting = sum(group.waiting_tokens for group in groups)
@@ -44,7 +44,7 @@ def test_wants_the_fewest_groups_that_prefill_the_backlog_in_time(
 
 
 @given(loads, st.floats(0.1, 1), st.integers(1, 32))
-def test_wants_the_fewest_workers_that_hold_pages_and_requests(
+def test_scales_to_the_fewest_workers_that_hold_pages_and_requests(
     workers: list[Load], usage: float, max_batch: int
 ) -> None:
     pages = sum(worker.pages_used for worker in workers)
@@ -67,7 +67,7 @@ def test_group_without_a_rate_counts_only_its_backlog() -> None:
     assert groups_wanted([Backlog(30_000, 1000), Backlog(30_000, 0)], 2, 30) == 2
 
 
-def test_idle_service_wants_one_group_and_one_worker() -> None:
+def test_idle_service_scales_to_one_group_and_one_worker() -> None:
     assert groups_wanted([Backlog(0, 1000)] * 3, 3, 30) == 1
     assert workers_wanted([Load(0, 100, 0)] * 3, 3, 0.8, 8) == 1
 
@@ -101,7 +101,7 @@ def test_groups_follow_a_backlog_from_one_to_three_and_back() -> None:
     assert seen == [1, 1, 3, 2, 1, 1]
 
 
-def test_workers_follow_pages_and_batch() -> None:
+def test_number_of_decode_workers_follows_pages_and_batch_size() -> None:
     policy, context = WorkersByLoad(usage=0.5, max_batch=4), FakeContext(1)
     context.record(
         "a",

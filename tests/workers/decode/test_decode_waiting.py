@@ -127,7 +127,7 @@ async def test_refuses_impossible_reservations_at_once(bench: Any) -> None:
     await run.engine.cancel("waiting")
 
 
-async def test_cancel_deadline_lease_or_time_limit_ends_a_wait(bench: Any) -> None:
+async def test_cancel_deadline_lease_or_time_limit_ends_a_reservations_wait(bench: Any) -> None:
     clock = Clock()
     run = await bench(cache_tokens=640, wall=clock, clock=clock, stream_lease_s=10.0, max_wait_s=20.0)
     await run.reserve("all", 640, 0)
@@ -189,7 +189,7 @@ async def test_reservation_of_a_disconnected_caller_leaves_the_queue(bench: Any)
     assert run.used == 0
 
 
-async def test_closing_ends_waiting_reservations(bench: Any) -> None:
+async def test_closing_the_decode_worker_ends_waiting_reservations(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("all", 640, 0)
     (waiting,) = await reserving(run, reservation_of("waiting", 16))

@@ -67,7 +67,7 @@ async def test_cached_prefix_gives_the_same_answer_at_every_page_boundary(
         assert (await go_on(run, f"from {held}", ids, held)).ids == first.ids
 
 
-async def test_answer_is_cached_with_its_prompt(bench: Any, expected: Expected) -> None:
+async def test_prefix_cache_keeps_the_answer_with_its_prompt(bench: Any, expected: Expected) -> None:
     """A conversation reuses it turn by turn."""
     run, ids = await bench(), list(DOCUMENT)
     answer = await read(run, "turn 0", ids)

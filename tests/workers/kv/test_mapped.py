@@ -155,7 +155,7 @@ async def test_ended_request_keeps_its_pages_until_the_stage_closes_them() -> No
         stage.wait()
 
 
-async def test_dead_stage_closes_its_own_pages_only() -> None:
+async def test_stage_death_closes_only_the_pages_it_was_writing() -> None:
     pool, writers, stages = PagePool(6), PageWriters("m"), [sleeper(), sleeper()]
     try:
         requests = [taken(pool), taken(pool), taken(pool)]
@@ -247,7 +247,7 @@ class Opener(ActorOutbox):
         return False
 
 
-def test_announces_a_chunk_once_with_all_layers_and_copies_nothing() -> None:
+def test_mapped_stage_announces_a_chunk_once_and_copies_no_kv() -> None:
     opener = Opener()
     stream = MappedSender(Neighbours(), "m", opener, background=False).open(
         Destination(request_id="a", decode_worker="decode:x", pages=())
@@ -264,7 +264,7 @@ def test_announces_a_chunk_once_with_all_layers_and_copies_nothing() -> None:
     assert stream.close() and len(opener.closed) == 1
 
 
-def test_stage_ends_if_another_worker_replaced_the_one_it_maps() -> None:
+def test_stage_ends_if_the_decode_worker_it_maps_was_replaced() -> None:
     """Otherwise the stage would write KV to memory that no worker reads, and the answer would use stale
     pages."""
 
@@ -287,7 +287,7 @@ def test_pages_close_once_after_the_device_has_finished_writing() -> None:
     assert export.revoke() and export.revoke() and closed == [True]
 
 
-async def test_announced_kv_counts_as_written_without_a_copy() -> None:
+async def test_mapped_kv_counts_as_arrived_once_announced_without_a_copy() -> None:
     pages = taken(PagePool(4))
     changed: Callable[[], None] = lambda: None  # noqa: E731
     inbox = KVInbox(KVArrival(4, 32), pages, changed)

@@ -63,7 +63,7 @@ async def test_kv_is_discarded_if_its_lease_ends_during_the_transfer(moment: int
         await bench.deliver(message, range(2))
 
 
-def test_lease_ends_exactly_when_its_pages_are_free() -> None:
+def test_nixl_lease_ends_exactly_when_its_pages_are_freed() -> None:
     """Announcements, answers and time come in any order, for requests that use one another's pages."""
     for seed in range(60):
         rng = random.Random(seed)
@@ -139,7 +139,7 @@ async def test_stage_that_dies_mid_transfer_fails_only_its_announcements() -> No
     assert other.written() == 2 * 3 * 32
 
 
-async def test_failed_connection_is_reopened() -> None:
+async def test_failed_nixl_connection_is_reopened() -> None:
     way = ByNixl()
     bench = Bench(way)
     message, agent = announced(bench), bench.reader._agent

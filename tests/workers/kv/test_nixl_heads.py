@@ -59,7 +59,7 @@ def test_slot_parts_cover_a_nixl_message_without_overlap(seed: int) -> None:
 
 @pytest.mark.parametrize("layers", [32, 80], ids=["8B", "70B"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_a_prompt_takes_one_descriptor_for_each_run_layer_and_side(layers: int, ranks: int) -> None:
+def test_nixl_descriptor_covers_one_page_run_of_k_or_v_in_a_layer(layers: int, ranks: int) -> None:
     """A run is a chunk's tokens in contiguous pages, at worst a page. Before, each token was one: 131,072."""
     contiguous = scattered = moved = 0
     for start in range(0, PROMPT, CHUNK):
