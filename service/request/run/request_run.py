@@ -1,9 +1,8 @@
 """One request, from its checked call to its last event.
 
-The prompt's KV cache comes from one of three sources: a prefill group prefills the prompt or the rest after a
-prefix hit; a decode worker with a prefix hit prefills a short rest itself; or the request continues a
-session. Then a decode worker answers. For a Prefill (`max_tokens` 0) it keeps the KV cache as a session
-instead.
+A prefill group prefills the prompt or the rest after a prefix hit. A decode worker with a prefix hit prefills
+a short rest itself. Or the request continues a session. Then a decode worker answers; for a Prefill
+(`max_tokens` 0) it keeps the KV cache as a session.
 """
 
 import asyncio
@@ -163,8 +162,7 @@ class RequestRun:
             await self._decode(attempt, worker, self._job(attempt, plan), timeout)
 
     async def _from_fork(self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan) -> bool:
-        """Answer from the session of the prompt's first choice. Returns False if there is none, or no room.
-        It is tried once: a later attempt prefills the prompt."""
+        """Answer from the session of the prompt's first choice, once. Returns False if that cannot be."""
         assert self._fork is not None
         forked, self._fork = await self._fork.session(), None
         if forked is None:

@@ -39,11 +39,10 @@ class RequestPages:
         key: The prompt's prefix-cache key; None: its pages are not cached.
         exact: True if all of the request's KV is prefilled densely.
         spare: A page into which the partly filled last page of a session is copied, if the request makes one.
-        copy_in: Source and target of the copy of a session's partly filled last page. It is made before the
-            first new token.
+        copy_in: Source and target of the copy of a session's partly filled last page, before new tokens.
         session_token_ids: Token ids of the session, little-endian uint32; empty if unknown.
         own: Reserved pages that `divert` puts into the table for recomputed blocks.
-        coming: Running copies from host memory into pages of the table, for this request or another.
+        coming: Running copies from host memory into the table's pages, for any request.
         host_tokens: Number of tokens whose KV is copied from host memory for this request.
 
     Attributes:
