@@ -29,8 +29,8 @@ CHUNK_TOKENS = 1280
 
 
 def cases(config: BenchConfig) -> list[Case]:
-    """List the cases: each selector at `config.tokens` and at four times that. Selectors are checked first,
-    with two head dimensions and in chunks."""
+    """List the cases: each selector at `config.tokens` and at four times as many tokens. Selectors are
+    checked first, with two head dimensions and in chunks."""
     check = partial(_check, config)
     check_lines = partial(_check_lines, config)
     ours = (("dpxa_selection", _dpxa), ("xattention_s8_selection", _xattention))

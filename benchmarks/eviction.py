@@ -1,11 +1,11 @@
-"""Simulates which share of prompts' tokens the prefix cache finds, by the order of eviction.
+"""Simulates the prefix cache's hit rate (the share of prompt tokens found) for several eviction policies.
 
     python -m deltafront.benchmarks.eviction
 
 `least recent` evicts the conversation that was used first, `known` the one that returns last (Belady's order,
 which knows the future); both take pages from a conversation's end. `learned` is the service's `PagePool`.
 Traces are synthetic, and requests take no time: agents' sessions grow from turn to turn, and together they
-need more pages than there are; chats with a common system prompt end after some turns. Prints a table and
+need more pages than the cache has; chats with a common system prompt end after some turns. Prints a table and
 writes benchmarks/results/eviction.json.
 """
 
@@ -163,7 +163,7 @@ def chain_of(turn: Turn) -> bytes:
 
 
 def share(trace: Trace, found: Sequence[int], kind: str) -> float:
-    """Return the found share of the prompts of conversations whose name begins with `kind`."""
+    """Return the hit rate of conversations whose name begins with `kind`."""
     own = [(hit, turn) for hit, turn in zip(found, trace, strict=True) if turn.conversation.startswith(kind)]
     return sum(hit for hit, _ in own) / sum(turn.system + turn.pages for _, turn in own)
 

@@ -1,8 +1,8 @@
-"""Measures a decode step with sampling options beside one without: masks, log-probabilities, penalties.
+"""Compares a decode step with sampling options (masks, log-probabilities, penalties) to one without.
 
     python -m deltafront.benchmarks.sampling_options MODEL --device cuda
 
-Each step is launched before the one ahead of it has ended, like in a decode worker. The masks allow every
+Each step is launched before the previous step has ended, as in a decode worker. The masks allow every
 token, so the time to make a grammar's masks is left out.
 """
 

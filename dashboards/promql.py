@@ -22,7 +22,7 @@ def recorded(name: str) -> str:
 
 
 def of_serve(name: str) -> str:
-    """Select a series of Ray Serve, which has no label of the model."""
+    """Select a series of Ray Serve. Serve's series have no model label."""
     return f"ray_serve_{name}{{{NAMESPACE}}}"
 
 
@@ -66,7 +66,7 @@ def in_order(expr: str, label: str, digits: int = 3) -> str:
 
 
 def by_worker(gauge: str, where: str = "", also: str = "") -> str:
-    """Return one value for each worker and value of the label `also`, although several doors report it."""
+    """Deduplicate what several doors report: one value for each worker and value of the label `also`."""
     labels = ", ".join(filter(None, ("worker", also)))
     return f"max by ({labels}) ({series(gauge, where)})"
 

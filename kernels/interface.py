@@ -27,7 +27,7 @@ class KernelInputError(ValueError):
 
 
 def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
-    """Say whether x is on a CPU. Raises KernelInputError if it is neither there nor on CUDA."""
+    """Say whether x is on a CPU. Raises KernelInputError for any device but CPU and CUDA."""
     kind = x.device.type
     if kind not in ("cpu", "cuda"):
         raise KernelInputError(f"{name}: runs on cpu or cuda tensors, not on {kind}")
@@ -156,7 +156,7 @@ class TileMask:
     """The key blocks that each query block attends to.
 
     Attributes:
-        index_BHNM: int16, ascending absolute key blocks, undefined from the count on.
+        index_BHNM: int16, ascending absolute key blocks; entries past the count are undefined.
         count_BHN: int32, at least 1: block 0 and the diagonal are always kept.
         score_BHNM: float32, the tiles' scores. None unless the selector was made `with_scores`.
     """
@@ -200,7 +200,7 @@ class Selector(Protocol):
 
 class AttentionBackend(Protocol):
     """Computes attention over a mask's tiles, on a CPU or by kernels. Without a mask the backend chooses the
-    keys: mostly all causal ones. `attend` returns out_BHTD in q's dtype."""
+    keys, usually all causal keys. `attend` returns out_BHTD in q's dtype."""
 
     def new_state(self, spec: StateSpec) -> Any: ...
 

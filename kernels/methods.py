@@ -80,8 +80,8 @@ def register(
 ) -> None:
     """Register a method.
 
-    Outside this package, call it where a module defines the options. The API server imports that module, so
-    it must not load torch: put the parts into another module and name them by path, as in
+    Outside this package, call it in the module that defines the options. The API server imports that module,
+    so it must not load torch: put the parts into another module and name them by path, as in
     `benchmarks/engine/peers.py`.
 
     Args:

@@ -77,8 +77,8 @@ _SURGE_PERCENT = 1
 class DoorReplica(FrontDoor):
     """The door as a Serve replica.
 
-    It finds the workers' actors by name. `_workers` are bound so that Serve starts the deployments that own
-    them.
+    It finds the workers' actors by name. `_workers` are bound only so that Serve starts the deployments that
+    own these actors.
     """
 
     async def __init__(self, config: dict[str, Any], metrics_directory: str, *_workers: Any) -> None:  # type: ignore[misc]
@@ -137,14 +137,14 @@ class DoorReplica(FrontDoor):
             await self._tls.start()
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
-        """Cancel an owner's requests with this id here, because the door with id `door` asks, and return
-        their number. Serve's broadcast also calls the asking door, which returns 0.
+        """Cancel an owner's requests with this id at this door, on behalf of the door with id `door`. Return
+        their number. Serve's broadcast also reaches the calling door, which returns 0.
         """
         return 0 if door == self._id else self._requests.cancel_here(owner, request_id)
 
     async def stored_response(self, door: str, response_id: str, owner: str, drop: bool) -> Any:
-        """Return a response that this door keeps, because the door with id `door` asks; None if it is not
-        here. `drop`: also delete it. The asking door itself returns None."""
+        """Return a response stored at this door, on behalf of the door with id `door`; None if it is not
+        stored here. `drop`: also delete it. The calling door itself returns None."""
         return None if door == self._id else self._http.responses.take(response_id, owner, drop)
 
     async def _cancel_at_other_doors(self, owner: str, request_id: str) -> int:
@@ -161,8 +161,8 @@ class DoorReplica(FrontDoor):
         return next((answer for answer in answers if isinstance(answer, StoredResponse)), None)
 
     async def _at_other_doors(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all doors with this door's id, so that this door does nothing. Exceptions of doors
-        are among the results, which are empty after a timeout or an error of Serve or Ray."""
+        """Broadcast a call to all doors. It carries this door's id, so that this door ignores it. Results
+        include the exceptions of doors. After a timeout or an error of Serve or Ray there are no results."""
         context = serve.get_replica_context()
         doors = serve.get_deployment_handle(context.deployment, context.app_name)
         asked = doors.broadcast(method, self._id, *arguments)
@@ -212,8 +212,8 @@ def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
     """Build the application; Serve calls it by name.
 
     Raises:
-        RayServeException: The configuration or the model cannot be used. Serve shows its text alone as the
-            application's message, and of any other error the whole traceback.
+        RayServeException: The configuration or the model cannot be used. For this error Serve shows only its
+            text as the application's message; for any other, the whole traceback.
     """
     try:
         settings = config if isinstance(config, ServiceConfig) else parse(config)
@@ -273,8 +273,8 @@ def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any
 
 
 def _calls(max_requests: int) -> int:
-    """Return a door's `max_ongoing_requests`: the running requests, twice as many that are still being
-    received, and _OTHER_CALLS. More calls wait: Serve refuses no request that comes through HAProxy."""
+    """Return a door's `max_ongoing_requests`: `max_requests` running requests, 2 × `max_requests` still being
+    received, and _OTHER_CALLS. Further calls queue: Serve refuses no request that comes through HAProxy."""
     return 3 * max_requests + _OTHER_CALLS
 
 

@@ -40,8 +40,8 @@ _WARM_UP_TOKENS = 256
 
 @dataclass(frozen=True)
 class DefaultAttention:
-    """The attention of requests that name no method. measured: chosen by the operator or by a profile, not
-    by the built-in default.
+    """The attention of requests that name no method. measured: set by the operator or by a profile instead of
+    the built-in default.
     """
 
     method: str

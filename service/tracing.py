@@ -1,6 +1,6 @@
 """OpenTelemetry spans: one for a request, and below it the door's parts of the time to first token.
 
-Workers add theirs (`workers/tracing.py`). Without a provider OpenTelemetry is not imported.
+Workers add their own spans (`workers/tracing.py`). Without a provider OpenTelemetry is not imported.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | No
 
 
 class _Made:
-    """A document with its task, length and name. It is made on first use."""
+    """A document with its task, length and name. The text is made on first use."""
 
     def __init__(self, task: str, tokens: int, name: str, make: Callable[[], Document]) -> None:
         self.task, self.tokens, self.name, self._make = task, tokens, name, make

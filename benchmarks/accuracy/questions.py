@@ -97,7 +97,7 @@ def ask(
 
 
 def ask_and_look(reader: Reader, questions: Sequence[Question]) -> tuple[list[Answered], list[Looked]]:
-    """Answer each question like `ask`. Also return each question's attention to the document's blocks."""
+    """Answer each question by `ask`, and also return its attention to the document's blocks."""
     looks = [BlockAttention(reader.length) for _ in questions]
     timers = [phase_timer(reader.stack.device) for _ in questions]
 

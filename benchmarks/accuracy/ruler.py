@@ -233,7 +233,7 @@ def _around(
 
 
 def _first(pieces: Sequence[Sequence[int]], tokens: int) -> int:
-    """Return how many pieces, from the first on, fit `tokens` tokens."""
+    """Return the number of leading pieces that fit into `tokens` tokens."""
     taken = 0
     for at, piece in enumerate(pieces):
         taken += len(piece)

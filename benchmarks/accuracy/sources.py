@@ -1,4 +1,4 @@
-"""Writes texts for accuracy runs on which nothing here was trained or tuned: Python sources and plays.
+"""Writes held-out texts for accuracy runs: Python sources and plays, on which nothing here was tuned.
 
     python -m deltafront.benchmarks.accuracy.sources FOLDER [--packages NAME …]
     python -m deltafront.benchmarks.accuracy.sources FOLDER --far

@@ -4,9 +4,9 @@
 
 With random weights attention is nearly uniform, so a threshold would keep most tiles. `dpxa` therefore keeps
 a fixed share of each row's tiles, with the usual scores and ranking. Every start-up is a row: `ready_cold` if
-the kernel cache was empty, else `ready_warm`. `--decode-gpu last` decodes on a stage's GPU; `mapped` does,
-too, with one copy of weights and KV cache; `own` decodes on a further GPU, `none` on the CPU (for TTFT only).
-`gpus` in rows counts the GPUs of prefill.
+the kernel cache was empty, else `ready_warm`. `--decode-gpu last` decodes on a stage's GPU; `mapped` also
+does, and shares one copy of weights and KV cache with the stage; `own` decodes on a further GPU, `none` on
+the CPU (for TTFT only). `gpus` in rows counts the GPUs of prefill.
 
 Cases:
 - ready: one more start-up.

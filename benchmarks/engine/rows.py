@@ -1,4 +1,4 @@
-"""Result rows, in one file to which runs on several machines add.
+"""Result rows, which runs on several machines merge into one file.
 
 A row has `case`, `tokens`, `gpus` (of prefill), `density`, `value` and `unit`, and where they apply: `parts`,
 the parts of TTFT; `decode_gpu`, the GPU that decoded, or `alone` if no service ran; `ranks`, the decode

@@ -68,9 +68,9 @@ def measured(
     `ttft_cached_disk`, `disk_read` (the time to read the same files and discard them) and their ratio.
 
     `token_while_moving` is the ratio of two times of a session's answer, the median of several pairs. The
-    same number of questions is asked during both answers. During the first, their documents come from host
-    memory; during the second, one document stays on the GPU. So the ratio is the cost of loading, without the
-    cost of the questions.
+    same number of questions is asked during both answers. During the first answer, each question's document
+    is loaded from host memory; during the second, all questions are about one document that stays on the GPU.
+    So the ratio is the cost of loading, without the cost of the questions.
     """
     documents = [made(tokens - APPENDED, 400 + n) for n in range(2)]
     pages, least = tokens // PAGE_TOKENS, tokens - 5 * ANSWER_ROOM

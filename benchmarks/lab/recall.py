@@ -1,4 +1,4 @@
-"""Measures which share of the asked facts' blocks would be recomputed, by two rules for a block's mass.
+"""Measures needle recall of recomputation: the share of the asked facts' blocks that two rules choose.
 
     python -m deltafront.benchmarks.lab.recall --model MODEL --text FILE --tokens 8000 --samples 3
 

@@ -1,5 +1,5 @@
-"""Calibrates thresholds like DeltaAttention (section 2.5; r = 0.75 and 0.90 in section 7.3): each head gets
-the smallest threshold whose tiles cover a share of its attention mass.
+"""Calibrates thresholds by DeltaAttention's procedure (section 2.5; r = 0.75 and 0.90 in section 7.3): each
+head gets the smallest threshold whose tiles cover a share of its attention mass.
 
     python -m deltafront.benchmarks.paper_forms.coverage --method dpxa_thesis --coverage 0.75 0.90 \
         --text FILE [FILE …] --tokens 8192 --profile OUT

@@ -1,4 +1,4 @@
-"""Chooses Δ-layers like the paper DELTA (sections 5.1, D): where attention shifts most from the layer before.
+"""Chooses Δ-layers by DELTA's criterion (sections 5.1, D): where attention shifts most from layer to layer.
 
     python -m deltafront.benchmarks.paper_forms.delta_layers --text FILE [FILE …] --tokens 8192 --layers 3
     python -m deltafront.benchmarks.accuracy --decode LAYERS:64:8 periodic:3:64:8 random:3:SEED:64:8 …

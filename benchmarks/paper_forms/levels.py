@@ -49,7 +49,7 @@ def model_parser_of(description: str, questions: int = 16) -> argparse.ArgumentP
 
 
 def levels_parser_of(description: str, method: str) -> argparse.ArgumentParser:
-    """Make a parser like `model_parser_of`, with arguments for the method and the profile to write."""
+    """Make the parser of `model_parser_of`, and add arguments for the method and the profile to write."""
     parser = model_parser_of(description)
     parser.add_argument("--method", default=method, help="with options, such as xattention_paper:stride=16")
     parser.add_argument("--profile", type=Path, required=True, help="levels are added, or it is written")

@@ -60,9 +60,9 @@ def x_attention(folder: Path, x: AttentionInput) -> Iterator[Compared]:
 
 
 def as_x_attention(x: AttentionInput, stride: int, tau: float) -> Rows:
-    """Select tiles like XAttention's code, for a prompt in one chunk. It differs from the paper in two ways:
-    cells on the diagonal include keys after their queries, and a row keeps one tile more than its threshold
-    needs."""
+    """Select tiles as XAttention's code does, for a prompt in one chunk. It differs from the paper in two
+    ways: cells on the diagonal include keys after their queries, and a row keeps one tile more than its
+    threshold needs."""
     q, k = repeated(x)
     groups = q.shape[2] // stride
     q_HIF = q[0].reshape(q.shape[1], groups, -1).float()

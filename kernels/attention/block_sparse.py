@@ -10,7 +10,7 @@ from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileM
 
 class BlockSparseBackend:
     def __init__(self, options: object = None) -> None:
-        """Take `options` as every backend does. This one has none."""
+        """Ignore `options`, which every backend accepts: block-sparse attention has none."""
 
     def new_state(self, spec: StateSpec) -> None:
         return None
@@ -56,7 +56,8 @@ def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:
 
 
 def kernel_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """Compute `cpu_attend` on the GPU. Lists must end with the diagonal tile: the kernel masks no other."""
+    """Compute `cpu_attend` on the GPU. Each tile list must end with the diagonal tile, the only one that gets
+    a causal mask."""
     kept = check_mask(x, mask, "block_sparse")
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), mask=kept)

@@ -25,8 +25,8 @@ class QueryRows:
 
 @dataclass(frozen=True)
 class PackedKeys:
-    """Packed keys and values of complete pack chunks: one row for each run of similar keys. k, v and weight
-    may have unused rows at the end.
+    """Packed keys and values of full pack chunks: each run of similar keys is merged into one row, weighted
+    by the run's length. k, v and weight may have unused rows at the end.
 
     Attributes:
         v_BGPD: Each run's packed value times its weight.

@@ -1,12 +1,12 @@
 """One-shot all-reduce (sum or max) over the GPUs of one host, for tensors so small that only latency counts.
 
-Each GPU writes its numbers into every other GPU's memory, raises a flag there, and adds up the numbers that
-it received ("one-shot", as in FlashInfer and TensorRT-LLM). All GPUs add in one order, so all get the same
-bits.
+Each GPU writes its numbers into every other GPU's memory, sets a flag in that memory, and adds up the numbers
+that it received ("one-shot", as in FlashInfer and TensorRT-LLM). All GPUs add in one order, so all get the
+same bits.
 
 Each program has a double buffer in every other GPU's memory and alternates between the halves. It reuses a
-half two calls later. By then the other GPU has raised the flag of the call in between, so it has read the
-half. A GPU may be one call ahead of another, so a flag holds the number of the sender's last call.
+half two calls later. By then the other GPU has set its flag for the call in between, so it has already read
+the half. A GPU may be one call ahead of another, so a flag holds the number of the sender's last call.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

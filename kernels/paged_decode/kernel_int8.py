@@ -1,5 +1,5 @@
-"""Paged decode attention over an int8 KV cache (`layers.kv_int8`). It replaces `_attend` of `kernel.py` and
-uses `_merge`, `_score` and the suffixes from there.
+"""Paged decode attention over an int8 KV cache (`layers.kv_int8`). It replaces `_attend` of `kernel.py`, and
+reuses that file's `_merge`, `_score` and suffixes.
 
 A page's numbers are read in pairs, as 16-bit words, so that loads, shared memory and the transposition of
 values work as for 16-bit pages. Each pair is then split into an even and an odd channel, exactly, in float16.

@@ -46,7 +46,7 @@ class SplitPlan:
 
     @classmethod
     def of(cls, x: PagedInput, pages: int) -> SplitPlan:
-        """Choose a plan for requests of at most `pages` pages, by measurements on an H200
+        """Choose a plan for requests of at most `pages` pages. The rules were tuned beforehand on an H200
         (docs/log/2026-11-21.md at 4fe709c6)."""
         row_bytes = x.k_PSGD.shape[3] * x.k_PSGD.element_size()
         block = _WIDEST if row_bytes <= 128 else 64 if row_bytes <= 512 else 32

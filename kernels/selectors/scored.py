@@ -42,8 +42,8 @@ class ScoredState:
 class ScoredSelector(ABC):
     """Scores tiles, then applies a selection rule.
 
-    `rule` is for every layer and head. `thresholds`, if set, replace its threshold by layer and head.
-    with_scores: Masks contain scores.
+    `rule` applies to every layer and head. `thresholds`, if set, override the rule's threshold for each layer
+    and head. with_scores: Masks contain scores.
     """
 
     name: str
@@ -58,8 +58,8 @@ class ScoredSelector(ABC):
         return ScoredState(self.layer_rule(spec))
 
     def layer_rule(self, spec: StateSpec) -> Rule:
-        """Return the rule with this layer's thresholds. Raises KernelInputError if one is not within 0 .. 1,
-        or if their number is not the number of query heads."""
+        """Return the rule with this layer's thresholds. Raises KernelInputError if a threshold is not within
+        0 .. 1, or if there is not exactly one per query head."""
         if self.thresholds is None:
             return self.rule
         thresholds = self.thresholds(spec.layer, spec.max_tokens)

@@ -1,7 +1,7 @@
 """`deltafront chat`: a conversation in the terminal, about a document if one is given.
 
-The document is prefilled once and kept as a session. Each question extends it by the conversation so far,
-without failed and stopped questions.
+The document is prefilled once and kept as a session. Each question continues this session with the
+conversation so far, except failed and stopped questions.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """`deltafront drain`: drain this pod's Ray node, as a preStop hook.
 
-Kubernetes announces the end only to the pod, not to Ray. If Ray drains the node, Serve replaces its replicas
-and lets them finish.
+Kubernetes announces a pod's termination only to the pod, not to Ray. If Ray drains the node, Serve replaces
+its replicas and lets them finish.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def drain_node(
 ) -> Sequence[str]:
     """Drain the only node among `local` that Ray knows.
 
-    If Ray's head is away, wait, and then ask again, because a new head does not know of the drain.
+    If Ray's head is unreachable, wait, then request the drain again, because a new head does not know of it.
 
     Returns:
         The classes of the actors that still run after deadline_s.

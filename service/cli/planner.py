@@ -76,8 +76,8 @@ class HostUse:
 
     @property
     def mapped(self) -> bool:
-        """Whether the one stage maps the memory of the one-rank decode worker on its GPU, instead of having
-        its own."""
+        """True if the only stage maps weights and KV cache of the one-rank decode worker on its GPU, instead
+        of allocating its own."""
         return self.beside and self.stages == self.ranks == 1
 
 
@@ -100,8 +100,8 @@ class HostPlan:
 
 
 def uses(demand: Demand) -> Iterator[HostUse]:
-    """Yield the possible assignments of GPUs, the best first: the best weight format, then more stages (for
-    the first token), then more ranks.
+    """Yield the possible assignments of GPUs, the best first: the best weight format, then more stages (for a
+    lower TTFT), then more ranks.
 
     Ranks have separate GPUs if there are enough for both.
     """

@@ -246,8 +246,8 @@ def host_tokens(model: ModelConfig, gib: float, dtype: Dtype, kv_dtype: KVDtype 
 
 def host_gib(free_gib: float, kept_gib: float) -> float:
     """Choose the prefix cache's host memory in GiB: HOST_SHARE of the free memory, at most HOST_PAGES times
-    the GPUs' KV cache (`kept_gib`). It has copies of all cached blocks on the GPUs, so a size of at most
-    `kept_gib` is useless, and the result is 0."""
+    the GPUs' KV cache (`kept_gib`). Host memory also holds a copy of every block cached on the GPUs. So a
+    size of at most `kept_gib` is useless, and the result is 0."""
     gib = int(min(HOST_SHARE * free_gib, HOST_PAGES * kept_gib))
     return float(gib) if gib > kept_gib else 0.0
 

@@ -125,8 +125,8 @@ def answer_http_1_0_without_chunks() -> None:
 
 
 class _Response(httptools_impl.RequestResponseCycle):
-    """uvicorn's answer, but without chunks for HTTP/1.0. There the connection's end ends an answer without a
-    length."""
+    """uvicorn's answer, but without chunks for HTTP/1.0. In HTTP/1.0, closing the connection ends an answer
+    without a Content-Length."""
 
     _until_closed = False
 

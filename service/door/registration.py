@@ -2,8 +2,8 @@
 
 - Serve decodes requests before our code runs, and answers INTERNAL to invalid ones. So messages arrive
   undecoded, as `UndecodedMessage`, and the door decodes them once it knows the caller and has room.
-- gRPC reads a unary request into memory before it calls a method. So every method takes a stream, and its
-  first message when there is room.
+- gRPC reads a unary request into memory before it calls a method. So every method takes a stream, and reads
+  the first message only when there is room.
 - If Serve cannot call a door, it answers with Ray's error message. Serve sets its functions by `_replace`; a
   status that no door set then becomes UNAVAILABLE.
 

@@ -1,9 +1,9 @@
-"""Chooses candidate workers for a prompt, and refuses prompts that cannot meet their deadline. Pure
-functions.
+"""Admission control: chooses candidate workers for a prompt, and refuses prompts that cannot meet their
+deadline. Pure functions.
 
 The workers' states may be a second old. So they are used only to order candidates and to refuse prompts that
-no worker could ever hold; only a worker refuses because it is full. Without a recent rate, no request is
-refused for its deadline.
+no worker could ever hold. Only a worker itself refuses a prompt because it is full. Without a recent rate, no
+request is refused for its deadline.
 """
 
 import math
@@ -33,8 +33,8 @@ class Need:
 
     Attributes:
         prefill_tokens: Tokens of the whole prompt.
-        found_tokens: Tokens of the prompt that a prefix hit has.
-        method: The attention method that prefills it.
+        found_tokens: Tokens of the prompt that a prefix hit covers.
+        method: The attention method that prefills the prompt.
         recompute_tokens: Tokens of the pages for recomputed blocks.
     """
 
@@ -97,8 +97,8 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
 
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:
-    """Predict the seconds until the group has prefilled the prompts before this one, and this prompt; None
-    without a recent measurement of the group's cost.
+    """Predict the seconds until the group has prefilled the prompts queued before this one, then this one;
+    None without a recent measurement of the group's cost.
     """
     alone = alone_s(need, group)
     return None if alone is None else group.wait_s(need.new_tokens) + alone
@@ -128,8 +128,8 @@ def _deadline_rejection(need: Need, group: GroupStats) -> Rejected | None:
 
 
 def _worker_rank(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bool, float, int, str]:
-    """Return a sort key: decode workers with enough free pages first, then the most free pages, to which a
-    worker on the prefill group's node adds the share _SAME_NODE of its pages."""
+    """Return a sort key: decode workers with enough free pages first, then the most free pages. A worker on
+    the prefill group's node gets a bonus of _SAME_NODE times its total pages."""
     full = need.pages(worker.page_tokens) > worker.pages_free
     bonus = _SAME_NODE * worker.pages_total if worker.node in group.nodes else 0.0
     return full, -worker.pages_free - bonus, worker.running, worker.name

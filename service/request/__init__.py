@@ -1,1 +1,2 @@
-"""A request's life, free of protobuf and gRPC. Start at `handler.py` and `run/request_run.py`."""
+"""Handles requests from acceptance to outcome, without protobuf and gRPC. Start at `handler.py` and
+`run/request_run.py`."""

@@ -1,7 +1,8 @@
 """Callers and their quotas.
 
 If a caller has a quota, a door asks the workers how much the caller uses through other doors. Two doors that
-receive requests at the same moment do not see each other's, so a caller may briefly use twice its quota.
+receive requests at the same moment do not see each other's requests, so a caller may briefly use twice its
+quota.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ RETRY_S = 1.0
 
 
 def fits_share(owner: str, mine: int, everyone: int, most: int) -> bool:
-    """Return whether an owner may hold `mine` units (requests, bytes), if all owners together then hold
-    `everyone` of at most `most`.
+    """Return whether an owner may hold `mine` units (requests, bytes) when all owners together hold
+    `everyone` units of the limit `most`.
 
-    An owner may hold at most as much as remains free: the first owner half, the next one half of the rest. So
-    a new owner always finds room. Without authentication all callers are one owner, who may hold everything.
+    An owner may hold at most the amount that then stays free: the first owner half of the limit, the next
+    owner half of the rest. So a new owner always finds room. Without authentication all callers are one
+    owner, who may hold everything.
     """
     return everyone <= most and (owner == ANYONE or mine <= most - everyone)
 
@@ -129,8 +131,8 @@ class Callers:
         self._accepted.discard(use)
 
     def part(self, caller: Caller) -> RequestUse:
-        """Return the quota use of one choice of a request with several. It counts from `run` on, but not as
-        another request."""
+        """Return the quota use of one choice of a request with several. From `run` on its tokens count, but
+        not as another request."""
         return RequestUse(caller, self, requests=0)
 
     def count(self, use: RequestUse) -> None:

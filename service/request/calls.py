@@ -17,14 +17,14 @@ Messages = tuple[Mapping[str, Any], ...]
 
 
 class SpecialTokens(StrEnum):
-    """How to tokenise control tokens that are spelled in a text prompt."""
+    """Treatment of control tokens that are spelled in a text prompt."""
 
     TEXT = "text"
     PARSE = "parse"
 
 
 class Ending(StrEnum):
-    """How a rendered conversation ends before its answer."""
+    """The end of a rendered conversation, before its answer."""
 
     ANSWER = "answer"
     """After the generation prompt, the template's beginning of an assistant's message."""
@@ -157,7 +157,7 @@ class GenerateRequest(PrefillRequest):
 
     @property
     def has_form(self) -> bool:
-        """Whether the answer must follow a constraint, or a tool choice other than `auto`."""
+        """True if the answer must follow a constraint, or a tool choice other than `auto`."""
         return self.constraint is not None or (self.tools is not None and self.tools.choice != "auto")
 
 

@@ -213,7 +213,7 @@ class RequestHandler:
         """Return a prompt's tokens (little-endian uint32), and run nothing. Raises DeltafrontError.
 
         Args:
-            answer: Whether to end messages with the template's beginning of an answer.
+            answer: Apply the chat template with add_generation_prompt.
         """
         call = checked_call(request, accepted.caller.owner, self._limits)
         assert call.prompt is not None, "only prompts are counted"

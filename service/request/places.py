@@ -32,8 +32,8 @@ class _Place:
 class ReceiveLimit:
     """Limits the messages that are received at once, in all and per caller, and the time for each.
 
-    gRPC does not report how much of a message has arrived. So a message has its place for at least _KEPT_S.
-    From then until _RECEIVE_TIMEOUT_S, a waiting message may take the place.
+    gRPC does not report how much of a message has arrived. So a message keeps its slot for at least _KEPT_S.
+    After that, until _RECEIVE_TIMEOUT_S, a waiting message may take over the slot.
     """
 
     def __init__(self, max_message_bytes: int) -> None:

@@ -37,7 +37,7 @@ def test_hit_rate_of_short_chats_is_at_most_3_points_below_lru() -> None:
             assert least - 0.03 < mine < known, (seed, pages)
 
 
-def test_every_policy_has_the_same_hit_rate_if_all_fits() -> None:
+def test_every_policy_has_the_same_hit_rate_if_all_sessions_fit() -> None:
     trace = sessions(random.Random(0), 4, 0.3, PAGE)
     least, mine, known = shares(trace, 4 * 105_000 // PAGE, "session")
     assert least == mine == known

@@ -392,7 +392,7 @@ def test_a_header_that_serve_cannot_decode_is_refused(
     assert status == 400 and name.lower() in error["message"]
 
 
-def test_watches_of_a_connection_are_limited(
+def test_health_watches_per_connection_are_limited(
     both: Callable[..., tuple[int, int]], door: socket.socket
 ) -> None:
     _http, grpc = both()

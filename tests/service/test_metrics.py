@@ -69,7 +69,9 @@ def test_each_metric_counts_an_answer_once(house: House, client: DeltafrontClien
         assert layers == [finish.timings.stages[0][part]] * 2, "a layer is all that a stage has"
 
 
-def test_metrics_of_session_answers_have_the_questions_length(house: House, client: DeltafrontClient) -> None:
+def test_ttft_metric_of_a_session_is_labelled_by_question_length(
+    house: House, client: DeltafrontClient
+) -> None:
     """The document's length has another label than the question's."""
     *_, made = client.prefill("x" * 3000, session_ttl_s=60)
     assert isinstance(made, PrefillFinished)

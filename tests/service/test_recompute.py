@@ -163,7 +163,7 @@ def test_replayed_job_counts_answered_tokens_apart_from_its_prompt(
     assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 2 * 128
 
 
-def test_resume_after_a_door_death_keeps_answered_tokens_apart(
+def test_resumed_job_counts_answered_tokens_apart_from_its_prompt(
     house: House, client: DeltafrontClient
 ) -> None:
     house.losses = [(6 + 5, grpc.StatusCode.UNAVAILABLE)]  # after the progress events and five tokens
@@ -172,7 +172,7 @@ def test_resume_after_a_door_death_keeps_answered_tokens_apart(
     assert [job.answered_tokens for job in house.decode.jobs] == [0, 5]
 
 
-def test_session_job_keeps_answered_tokens_apart_from_the_question(
+def test_session_job_counts_answered_tokens_apart_from_the_question(
     house: House, client: DeltafrontClient, session: str
 ) -> None:
     house.decode.fail_after = [4]

@@ -157,7 +157,7 @@ def test_session_kept_by_generate_ends_before_the_appended_text(client: Deltafro
 
 
 @pytest.mark.parametrize("append", [None, [{"role": "user", "content": "why"}], "raw"])
-def test_messages_use_the_template(house: House, client: DeltafrontClient, append: object) -> None:
+def test_messages_use_the_chat_template(house: House, client: DeltafrontClient, append: object) -> None:
     chat = [{"role": "user", "content": "hi"}]
     collect(client.generate(chat, append=append, max_tokens=2))  # type: ignore[arg-type]
     read = bytes(house.group.jobs[-1].token_ids[::4]).decode()

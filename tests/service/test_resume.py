@@ -118,7 +118,7 @@ def test_group_that_still_holds_a_resumed_request_is_cancelled(
     nothing_left(house)
 
 
-def test_the_next_group_may_have_other_stages(
+def test_next_prefill_group_may_have_another_number_of_stages(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This happens while the configuration changes."""

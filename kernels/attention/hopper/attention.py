@@ -1,4 +1,4 @@
-"""FlashAttention for Hopper, in Gluon: `attention/flash.py` with specialised warps.
+"""FlashAttention for Hopper, in Gluon: the algorithm of `attention/flash.py` with warp specialisation.
 
 *Roles.* One producer warp copies by TMA (`load_items`). Consumer warpgroups of four warps compute 64 rows
 each (`_compute`) and do not wait for one another. A program takes *items* (`items.py`), one tile of rows

@@ -43,7 +43,7 @@ def launch(
     mask: TileMask | None,
     packed: PackedKeys | None,
 ) -> None:
-    """Compute `attention.launch.launch` for inputs that satisfy `takes`."""
+    """Run `attention.launch.launch` with the Hopper kernel. Inputs must satisfy `takes`."""
     batch, heads, count, dim = rows.q_BHRD.shape
     kind = {"listed": mask is not None, "packed": packed is not None}
     item_rows = plan_of(dim, **kind).rows

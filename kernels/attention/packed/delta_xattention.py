@@ -87,7 +87,7 @@ def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
     with ties.
 
     Returns:
-        bool, in the layout of the mask's index, undefined from the count on.
+        bool, in the layout of the mask's index; entries past a list's count are undefined.
     """
     assert mask.score_BHNM is not None
     exact_BHNM = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)

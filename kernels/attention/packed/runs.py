@@ -16,7 +16,7 @@ from deltafront.kernels.interface import AttentionInput, KernelInputError, State
 
 @dataclass
 class PackedRuns:
-    """The runs of similar keys in one layer and prompt. Only complete pack chunks have runs yet.
+    """The runs of similar keys in one layer and prompt. Covers only full pack chunks so far.
 
     Attributes:
         start_BGP: int32, position of each run's first row; after the last run, its end.

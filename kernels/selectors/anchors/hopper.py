@@ -1,4 +1,5 @@
-"""Sums anchor scores on Hopper, in Gluon: `scores.py` with the warp roles of `attention/hopper/attention.py`.
+"""Sums anchor scores on Hopper, in Gluon: the computation of `scores.py` with the warp roles of
+`attention/hopper/attention.py`.
 
 Four consumer warpgroups take 64 query slots each. The kernel is bound by reads of shared memory
 (docs/log/2026-11-22.md at 4fe709c6). The order of slots in `_by_block` and `_counts` reduces these reads.

@@ -36,7 +36,7 @@ def _score_kernel(
     DIAGONAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of query slots. Without DIAGONAL take the key blocks before the tile's first diagonal;
-    with DIAGONAL take the others, which need a causal mask and more registers.
+    with DIAGONAL take the remaining key blocks, which need a causal mask and more registers.
 
     A unit is one query head of one query block, with Q_SLOTS rows. A tile holds units of one key head,
     ordered by block. The slab is query blocks first_row_block .. first_row_block + slab_blocks - 1. The third
@@ -156,7 +156,7 @@ def score_sums(
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Say whether the Hopper kernel supports these: a Hopper GPU, a 16-bit dtype, D 64 or 128."""
+    """Say whether the Hopper kernel supports these inputs: a Hopper GPU, a 16-bit dtype, D 64 or 128."""
     if device.type != "cuda" or not is_hopper(device) or dtype == torch.float32:
         return False
     return head_dim in (64, 128)

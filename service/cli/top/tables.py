@@ -1,4 +1,4 @@
-"""Makes the tables of `deltafront top` from two scrapes. Workers measure nothing for them."""
+"""Makes the tables of `deltafront top` from two scrapes. Workers measure nothing extra for these tables."""
 
 from __future__ import annotations
 

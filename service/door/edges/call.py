@@ -67,7 +67,7 @@ class Exchange:
         return () if self.answering is None else self.answering.fail(error)
 
     async def respond(self, content: Json) -> None:
-        """Send an object, which is written in a thread, because that takes long for half a million tokens."""
+        """Send an object. A thread serialises it, because half a million tokens take long."""
         await self.respond_with(await asyncio.to_thread(JSONResponse, content))
 
     async def respond_with(self, response: Response) -> None:
@@ -236,8 +236,8 @@ async def _stream(answering: Answering, events: Events, stream: EventStream) -> 
 
 
 def _reasoning(request: GenerateRequest) -> GenerateRequest:
-    """Return the request with reasoning permitted before its constraint applies, where its prompt is
-    messages."""
+    """If the prompt is messages, return the request with reasoning permitted before its constraint
+    applies."""
     prompts = {
         name: replace(prompt, reasons=prompt.messages is not None)
         for name in ("prompt", "append")

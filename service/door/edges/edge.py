@@ -86,12 +86,12 @@ class Edge(Protocol):
 
     @property
     def splits(self) -> bool:
-        """Whether answers separate reasoning from text."""
+        """True if answers separate reasoning from text."""
         ...
 
     @property
     def named_events(self) -> bool:
-        """Whether each event of a stream is named by its object's `type`."""
+        """True if each event of a stream is named by its object's `type`."""
         ...
 
     @property

@@ -28,7 +28,7 @@ class Choices:
 
     Args:
         replies: Formats each answer. In a stream, this class sends the usage instead.
-        shown: Number of answers of each prompt that the caller gets, the likeliest (`n`). A stream has all.
+        shown: Number of likeliest answers returned for each prompt (`n`). A stream returns all answers.
         each: Number of answers generated for each prompt (`best_of`).
         tells_usage: Whether a stream ends with the usage of all answers.
     """

@@ -57,7 +57,7 @@ class StoredResponse:
 
 @dataclass
 class _Owned:
-    """What a caller has in a store: its responses, the oldest first, and their bytes."""
+    """One caller's responses in a store, the oldest first, and their total bytes."""
 
     ids: OrderedDict[str, None] = field(default_factory=OrderedDict)
     size: int = 0

@@ -1,1 +1,1 @@
-"""One request's run. Start at `request_run.py`."""
+"""Executes one request end to end (entry point: `request_run.py`)."""

@@ -117,7 +117,7 @@ async def place_on_worker(
 async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """Drop leading groups whose queue is full. Raises Overloaded if all are.
 
-    They are asked before pages are reserved, so that a refusal costs only one call.
+    Groups are asked before pages are reserved, so that a refusal costs only one call.
     """
     refused, view = list[Refused](), resources.fleet.view
     for number, name in enumerate(groups):

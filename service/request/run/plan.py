@@ -33,7 +33,7 @@ async def tokenize(
 
     Args:
         appended: Whether it follows a session, so that no BOS is added.
-        answer: Whether to end messages with the generation prompt.
+        answer: Apply the chat template with add_generation_prompt.
 
     Raises:
         InvalidArgument, TooLong: The prompt is invalid or too long; the error names the field.

@@ -162,7 +162,7 @@ class RequestRun:
             await self._decode(attempt, worker, self._job(attempt, plan), timeout)
 
     async def _from_fork(self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan) -> bool:
-        """Answer from the session of the prompt's first choice, once. Returns False if that cannot be."""
+        """Try once to answer from the session of the prompt's first choice. Returns False if impossible."""
         assert self._fork is not None
         forked, self._fork = await self._fork.session(), None
         if forked is None:

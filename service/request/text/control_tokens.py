@@ -5,11 +5,11 @@ control tokens that the template writes may take effect. The tokenizer needs the
 words merge across the borders of messages. So we use an alias tokenizer, which treats control tokens as plain
 text. Each control token has a secret alias in it, and the aliases replace the template's control tokens.
 
-To find the template's control tokens, the messages are rendered again with masked contents. These have none
-of the characters with which control tokens begin and end.
+To find the template's control tokens, the messages are rendered again with masked contents. The masks have
+none of the characters with which control tokens begin and end.
 
-The tokens around reasoning stay control tokens in assistant messages, because the model was trained on them
-there and templates look for them. They do not end a turn.
+In assistant messages, reasoning markers stay control tokens: the model was trained on such messages, and
+templates look for the markers. Reasoning markers do not end a turn.
 """
 
 import json

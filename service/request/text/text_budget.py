@@ -45,8 +45,9 @@ class HeldText:
 
 
 class TextBudget:
-    """A door's budget for texts. One caller's texts may take at most as much as they leave free
-    (`fits_share`), all long texts together three quarters. A single text may take everything."""
+    """A door's budget for texts. One caller's texts may take at most the bytes that they leave free
+    (`fits_share`). All long texts together may take three quarters. A text that is alone may take
+    everything."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

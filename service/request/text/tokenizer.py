@@ -153,8 +153,8 @@ class TextTokenizer:
         """Encode messages that continue a conversation. Leave out the text that the template writes before a
         conversation.
 
-        They are rendered after a sample conversation that the template accepts. Raises TemplateError, also if
-        the template rewrites earlier messages or leaves out a new one.
+        The messages are rendered after a sample conversation that the template accepts. Raises TemplateError,
+        also if the template rewrites earlier messages or leaves out a new one.
         """
         refusal: TemplateError | None = None
         for before in _SAMPLE_CONVERSATIONS:

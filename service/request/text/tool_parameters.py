@@ -1,6 +1,6 @@
 """Tool calls whose arguments are not JSON, but a series of marked parameters, with strings unquoted.
 
-Qwen3-Coder and GLM write them so. The grammar has a function's parameters in the order of its schema.
+Qwen3-Coder and GLM use this format. The grammar has a function's parameters in the order of its schema.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_serve_says_why_it_falls_back_to_cpus() -> None:
     assert parse(choice.content, "--model").prefill.cache_tokens == 1008
 
 
-def test_serves_on_cpus_where_kernels_do_not_take_the_heads() -> None:
+def test_serves_on_cpus_if_gpu_kernels_lack_the_head_size() -> None:
     choice = choose(replace(EIGHT, head_dim=96), "here", machine(1), Wishes())
     assert choice.lines[0].startswith("CPUs, GPUs take heads of 64, 128, 256 channels, this model's")
 
@@ -119,7 +119,7 @@ def test_refuses_flags_that_no_plan_can_satisfy() -> None:
         choose(EIGHT, "here", machine(2), Wishes(tensor_parallel=3))
 
 
-def test_host_cache_is_larger_than_the_gpus_or_off() -> None:
+def test_host_cache_is_larger_than_the_gpu_kv_cache_or_off() -> None:
     assert host_gib(free_gib=100.0, kept_gib=40.0) == 50.0
     assert host_gib(free_gib=1000.0, kept_gib=40.0) == 80.0
     assert host_gib(free_gib=60.0, kept_gib=40.0) == 0.0

@@ -89,7 +89,7 @@ def test_rows_are_repeated_exactly_with_the_same_seed(model: Path, tmp_path: Pat
     assert dense["density"] == 1.0 > sparse["density"] and dense["samples"] == sparse["samples"] == 1
 
 
-def test_setting_that_keeps_all_keys_gives_the_answers_of_dense(model: Path, questions: Path) -> None:
+def test_setting_that_keeps_all_keys_answers_exactly_as_dense(model: Path, questions: Path) -> None:
     done = run(model, "--questions", questions, "--json", "--setting", EVERYTHING, "--ask", "both")
     assert done.exit_code == 0, done.output
     rows = {row["setting"]: row for row in json.loads(done.stdout)["rows"]}

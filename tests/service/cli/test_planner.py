@@ -141,7 +141,7 @@ def test_plan_keeps_ranks_and_stages_within_heads_and_layers(gpus: int, gib: flo
 
 
 @pytest.mark.parametrize("arguments", [("8b", "1x80"), ("70b", "4x80"), ("70b", "8x80"), ("8b", "5x80")])
-def test_size_writes_a_configuration_that_serves_the_model(
+def test_size_command_writes_a_configuration_that_serves_the_model(
     arguments: tuple[str, str], tmp_path: Path
 ) -> None:
     name, gpus = arguments
@@ -159,7 +159,7 @@ def test_size_writes_a_configuration_that_serves_the_model(
     assert f"decode.cache_tokens {config.decode.cache_tokens:,}" in done.stdout
 
 
-def test_size_suggests_int8_kv_if_16_bit_kv_does_not_fit(tmp_path: Path) -> None:
+def test_size_command_suggests_int8_kv_if_16_bit_kv_does_not_fit(tmp_path: Path) -> None:
     asked = ("size", "8b", "--gpus", "1x40")
     refused = run(*asked)
     assert refused.exit_code == 1
@@ -231,7 +231,9 @@ def test_serve_takes_the_configuration_that_size_writes(public: Public, tmp_path
         assert f"its heads have {model.head_dim} channels, so it is served on CPUs alone" in plain.stderr
 
 
-def test_size_plans_for_gguf_files_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_command_plans_for_gguf_files_and_hub_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hub model's weights are not downloaded."""
     directory, asked = make_tiny_model(tmp_path / "tiny"), []
     for file in directory.glob("*.safetensors"):
@@ -252,13 +254,13 @@ def test_size_plans_for_gguf_files_and_hub_ids(tmp_path: Path, monkeypatch: pyte
     assert "no model 'nowhere'" in run("size", "nowhere").stderr
 
 
-def test_size_keeps_the_options_that_are_given() -> None:
+def test_size_command_keeps_the_options_that_are_given() -> None:
     done = run("size", "8b", "--gpus", "4x80", "--stages", 1, "--tensor-parallel", 2, "--quantisation", "fp8")
     for line in ("prefill.stages 1:", "decode.tensor_parallel 2:", "decode.gpus 1:", "as requested"):
         assert line in done.stdout
 
 
-def test_size_writes_and_prints_host_memory(tmp_path: Path) -> None:
+def test_size_command_writes_and_prints_host_cache_size(tmp_path: Path) -> None:
     file = tmp_path / "host.yaml"
     done = run("size", "8b", "--gpus", "8x80", "--host-cache-gib", "64", "--write", file)
     assert "decode.host_cache_gib 64: pinned host memory" in done.stdout

@@ -80,7 +80,7 @@ def test_top_shows_rates_between_two_scrapes() -> None:
     assert not any("GetServerInfo" in line for line in shown)
 
 
-def test_top_shows_recent_first_tokens_beside_all() -> None:
+def test_top_shows_ttft_of_the_last_seconds_and_since_the_start() -> None:
     shown = rows(NOW)
     assert "last 10 s 1.50 s 1.90 s 1.99 s 2" in shown
     assert "since the start 0.60 s 1.40 s 1.94 s 12" in shown
@@ -94,7 +94,7 @@ def test_top_shows_each_worker_with_its_state() -> None:
     assert "c3 up 0 0 3 40 25% of 400" in shown
 
 
-def test_top_shows_tiers_where_there_are_some() -> None:
+def test_top_shows_cache_tiers_only_if_workers_report_them() -> None:
     assert not any("tier" in line for line in rows(NOW))
     assert "c3 host 75% of 800" in rows(NOW + TIER)
 
@@ -156,7 +156,7 @@ def test_top_says_in_one_line_what_it_cannot_read(text: str) -> None:
     assert "door.metrics_port" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_top_keeps_the_last_tables_while_the_port_is_away(tmp_path: Path) -> None:
+def test_top_keeps_the_last_tables_while_metrics_cannot_be_read(tmp_path: Path) -> None:
     page = tmp_path / "metrics"
     page.write_text(NOW)
     tables = command._follow(page.as_uri(), "Model", 0.0)

@@ -309,7 +309,7 @@ def test_caller_evicts_its_own_responses_before_those_of_others() -> None:
     assert store.size == 0 and not store._owners
 
 
-def test_client_that_leaves_takes_its_conversation_along(
+def test_disconnected_client_leaves_no_conversation_in_the_store(
     house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stores: list[ResponseStore] = []
@@ -329,7 +329,7 @@ def test_client_that_leaves_takes_its_conversation_along(
     wait_until(lambda: not store.size, "it is kept")
 
 
-def test_items_of_the_assistant_are_joined_once() -> None:
+def test_consecutive_assistant_items_become_one_message() -> None:
     said = [{"role": "assistant", "content": "x" * 400}] * 20_000
     body = json.dumps({"model": MODEL, "input": said}).encode()
     asked = read_response(body, MODEL, ResponseStore(1 << 28), "")

@@ -172,7 +172,7 @@ def test_names_a_port_without_a_listener(house: House, listening: Any, port: str
         wait_until_answering(ports(house, **listening), nothing_failed, 0.1)
 
 
-def test_start_needs_a_door_at_the_open_port(
+def test_start_waits_until_a_door_answers_at_the_open_port(
     house: House, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "_PROBE_TIMEOUT_S", 0.1)
