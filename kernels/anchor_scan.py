@@ -4,8 +4,8 @@
 Shape suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a
 chunk, L lanes = batch x heads x chunks.
 
-The kernel takes from a block's Gram matrix `next[i]`, the first later row that is not close to row i. It
-follows `next` from anchor to anchor.
+From a block's Gram matrix the kernel computes `next[i]`, the first later row that is not close to row i. Then
+it follows `next` from anchor to anchor.
 
 With a key bias (Qwen2) any two keys have a cosine near 1. A vector added to all keys does not change the
 softmax, so `less_mean` first subtracts the mean of the chunk's keys.

@@ -1,4 +1,4 @@
-"""Counts the kernels that Triton compiles or loads from disk, before and after the worker is ready."""
+"""Counts the kernels that Triton compiles or loads from its disk cache, during warm-up and while serving."""
 
 import logging
 from collections import Counter

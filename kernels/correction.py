@@ -31,7 +31,8 @@ from deltafront.kernels.launches import strides
 
 @dataclass
 class CorrectionState:
-    """The wrapped method's state, and dense minus sparse output of the last dense row (float32)."""
+    """The wrapped method's state, and the last dense row's difference: dense minus sparse output
+    (float32)."""
 
     inner: Any
     carried_BHD: torch.Tensor

@@ -1,4 +1,5 @@
-"""Launches compiled Triton kernels without Triton's look-up, which costs more host time than the launch."""
+"""Launches compiled Triton kernels without Triton's cache look-up, which costs more host time than the
+launch."""
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial

@@ -149,7 +149,7 @@ class DoorReplica(FrontDoor):
 
     async def _cancel_at_other_doors(self, owner: str, request_id: str) -> int:
         """Cancel an owner's requests with this id at the other doors, and return their number. A door that
-        dies or hangs meanwhile ends its requests anyway.
+        dies or hangs during this call ends its requests in any case.
         """
         answers = await self._at_other_doors("end_requests", owner, request_id)
         return sum(answer for answer in answers if isinstance(answer, int))
@@ -188,7 +188,7 @@ class DoorReplica(FrontDoor):
 
 
 def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[str, Any]:
-    """Make Ray Serve's configuration (`serveConfigV2`) from the content of ours. Raises ConfigError.
+    """Make Ray Serve's configuration (`serveConfigV2`) from the content of Deltafront's. Raises ConfigError.
 
     Args:
         host: The address at which Serve's ports listen. None: door.host.

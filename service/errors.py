@@ -63,7 +63,7 @@ class NotFound(DeltafrontError):
 
 
 class Overloaded(DeltafrontError):
-    """There is no capacity now. Without retry_after_s there will never be enough."""
+    """There is no capacity now. Without retry_after_s, capacity will never suffice for this request."""
 
     code = Code.RESOURCE_EXHAUSTED
 

@@ -23,7 +23,7 @@ _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed"}
 
 
 class Exporter:
-    """Serves /metrics. While another door of the node has the port, it waits for the port."""
+    """Serves /metrics. While another door of the node holds the port, this exporter waits for it."""
 
     def __init__(self, metrics: Metrics, host: str, port: int) -> None:
         self._metrics = metrics

@@ -212,8 +212,8 @@ class Metrics:
         self._again.inc(tokens)
 
     def observe_first_token(self, parts: Sequence[tuple[str, float]], prefill_tokens: int) -> None:
-        """Observe the time to first token and its `parts`. prefill_tokens: prompt tokens without cached
-        ones.
+        """Observe the time to first token and its `parts`. prefill_tokens: prompt tokens that were not
+        cached.
         """
         prompt = next((name for bound, name in _LENGTHS if prefill_tokens <= bound), "more")
         self._ttft.labels(prompt).observe(sum(seconds for _part, seconds in parts))
@@ -224,7 +224,7 @@ class Metrics:
         self._between.observe(seconds)
 
     def observe_usage(self, usage: Usage, *, in_session: bool = False) -> None:
-        """Count prompt tokens. in_session: whether a session held the cached ones."""
+        """Count prompt tokens. in_session: whether a session held the cached tokens."""
         self._prompt.observe(usage.prompt_tokens)
         below = usage.host_tokens + usage.disk_tokens
         self._cached.labels(CachedIn.SESSION if in_session else CachedIn.ENTRIES).inc(

@@ -23,9 +23,9 @@ next-token distributions at the last 2,048 positions, log-probability and exactn
 --quantisation fp8: Repeat every method, also dense, with quantised layers. Compare with dense in --dtype.
 --kv-dtype int8: Repeat every method, also dense, and every selection of --decode with an int8 KV cache,
     marked `K/V int8`. Compare with dense and full decode in --dtype.
---key-tokens 1024: Also report the loss relative to dense at the tail's key tokens. Dense attention gives them
-    a far higher probability with the whole document than with only the 1,024 to 2,048 tokens before (LongPPL,
-    Fang et al. 2025).
+--key-tokens 1024: Also report the loss relative to dense at the tail's key tokens: tokens to which dense
+    attention gives a far higher probability with the whole document than with only the 1,024 to 2,048 tokens
+    before (LongPPL, Fang et al. 2025).
 --rope-theta, --positions: Stretch the model's positions beyond its adapter's training, for longer documents.
     The script then asks no questions and only compares methods with dense attention.
 --outcomes FILE: Append a document's outcomes when it is done, one line per case. Skip documents in the file.

@@ -97,7 +97,7 @@ def _outcome(given: Mapping[str, Any]) -> Outcome:
 
 
 def _index(outcome: Outcome) -> int:
-    """Return a document's index among those of the same length and task. Its name ends with the index."""
+    """Return a document's index among documents of the same length and task, from the end of its name."""
     return int(outcome.document.rpartition("-")[2])
 
 

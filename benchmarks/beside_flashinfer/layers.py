@@ -1,5 +1,5 @@
 """Pairs of our and FlashInfer's kernels between GEMMs: RMS norm, RoPE with KV write, SiLU. Shape suffixes are
-those of our kernels, and N: copies of the inputs."""
+defined in our kernels' files; N: copies of the inputs."""
 
 from __future__ import annotations
 

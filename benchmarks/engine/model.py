@@ -1,7 +1,7 @@
 """Writes a model directory of any shape with random weights, as fast as the disk allows.
 
-It writes safetensors shards itself: a length, a JSON header and the bytes. The library would copy every
-tensor three times and hold the GIL meanwhile.
+It writes safetensors shards itself: a length, a JSON header and the bytes. The safetensors library would copy
+every tensor three times while it holds the GIL.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Peer:
 
 def fa2(x: AttentionInput) -> torch.Tensor:
     """Compute a chunk with FlashAttention-2, whose causal mask is aligned at the lower right, as a chunk
-    needs (like `torch.nn.attention.bias.causal_lower_right`)."""
+    needs (the mask `torch.nn.attention.bias.causal_lower_right`)."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention
     out: torch.Tensor = attend(x.q_BHTD, x.k_BGSD, x.v_BGSD, 0.0, True, False, scale=x.scale)[0]
     return out

@@ -1,4 +1,4 @@
-"""Measures TTFT of prompts loaded from host memory and disk, and the slowdown of other requests meanwhile.
+"""Measures TTFT of prompts loaded from host memory and disk, and how loading slows other requests.
 
 The decode worker has room for one document and a short session. Two documents evict each other, so each
 question finds its document only in host memory. A restarted service finds them on disk.

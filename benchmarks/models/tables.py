@@ -18,7 +18,7 @@ from deltafront.workers.model.family_registry import FAMILIES
 
 
 def read_public(model: Public) -> ModelConfig:
-    """Read a public model's numbers like a config.json. Raises ModelError."""
+    """Read a public model's numbers as its config.json would be read. Raises ModelError."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model.config))
         return read_config(folder)

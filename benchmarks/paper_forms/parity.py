@@ -118,8 +118,8 @@ def sparge_attn(folder: Path, x: AttentionInput) -> Iterator[Compared]:
 
 
 def quest(folder: Path, x: AttentionInput) -> Iterator[Compared]:
-    """Compare the pages that our Quest and the authors' select for the last query. Ours always keeps the page
-    being written, theirs does not."""
+    """Compare the pages that our Quest and the authors' select for the last query. Only our Quest always
+    keeps the page being written."""
     packages = ("transformers.models.llama.modeling_llama", "transformers.cache_utils")
     with without("transformers", *packages, "transformers.models.mistral.modeling_mistral"):
         module = file_module(folder / "evaluation" / "quest_attention.py")

@@ -63,7 +63,8 @@ def check_launch(x: AttentionInput) -> None:
 
 
 def causal_tiles(x: AttentionInput, window: int = 0) -> int:
-    """Count this chunk's causal tiles over batch and heads, with a window only those that it overlaps."""
+    """Count this chunk's causal tiles over batch and heads; with a window, only the tiles that it
+    overlaps."""
     batch, heads = x.q_BHTD.shape[:2]
     first, blocks = x.first_block, x.query_blocks
     unseen = sum(window_begin(row, window) for row in range(first, first + blocks)) if window else 0

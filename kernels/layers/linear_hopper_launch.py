@@ -33,7 +33,8 @@ def fits(weight_OI: torch.Tensor) -> bool:
 
 @lru_cache(1024)
 def filled(rows: int, width: int, multiprocessors: int) -> float:
-    """Return the share of GPU time that computes real outputs; padding and the last wave take the rest.
+    """Return the share of GPU time that computes real outputs. Padding and the partial last wave take the
+    rest.
 
     width: Output channels, gate and up together.
     """

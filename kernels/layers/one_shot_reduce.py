@@ -187,7 +187,7 @@ class OneShotAddNorm(_OneShot):
     ) -> tuple[torch.Tensor, LinearInput]:
         """Compute `norm.add_norm` with the sum of all ranks' updates.
 
-        update_TC: This rank's addend, contiguous like hidden_TC. It must satisfy `takes`.
+        update_TC: This rank's addend, contiguous as hidden_TC is. The addend must satisfy `takes`.
         """
         rows, width = update_TC.shape
         quantised = empty_rows(rows, width, hidden_TC.device) if fp8 else None

@@ -28,7 +28,7 @@ def swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
 
 def geglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
     """Compute GELU(gate) · up (Shazeer 2020, equation 6) with the tanh form of GELU (Hendrycks and Gimpel
-    2016, section 2). Arguments and errors are those of `swiglu`."""
+    2016, section 2). Same arguments and errors as `swiglu`."""
     return _gated("geglu", gate_up_TJ, fp8, gelu=True)
 
 

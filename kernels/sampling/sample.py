@@ -67,7 +67,7 @@ def sample(
     trick.
 
     Logit options and allowed tokens apply to all rows. Sampled rows then apply temperature, min-p, top-k, and
-    top-p to the tokens that are left, like transformers.
+    top-p to the tokens that are left, in transformers' order.
 
     Args:
         positions_R: Absolute positions of the tokens to sample.

@@ -61,7 +61,7 @@ def choose(
     Args:
         model: The configuration in the model's directory.
         path: The model's directory, file or hub id, for the configuration.
-        blocks: Recomputed blocks of a sparse prompt, which take pages.
+        blocks: Recomputed blocks of a sparse prompt, which need pages of their own.
 
     Raises:
         ConfigError: The machine has fewer GPUs than requested, or the model does not fit them.

@@ -185,7 +185,7 @@ def recomputed_tokens(demand: Demand) -> int:
 
 
 def missing_bytes(demand: Demand) -> int:
-    """Return the bytes that the fullest GPU lacks in the `HostUse` that comes closest to fitting; 0 if one
+    """Return the bytes that the fullest GPU lacks in the `HostUse` closest to fitting; 0 if a `HostUse`
     fits."""
     return min((max(_excess(demand, use), 0) for use in uses(demand)), default=0)
 

@@ -172,7 +172,8 @@ def show_timings(console: Console, timings: Timings) -> None:
 
 
 def describe_usage(usage: Usage, asked_session: bool) -> str:
-    """Describe how many tokens were cached and, if no session was requested, where they may come from."""
+    """Describe how many prompt tokens were cached and, if no session was requested, their possible
+    sources."""
     counts = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached"
     if asked_session or not usage.cached_tokens:
         return counts

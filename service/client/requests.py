@@ -102,7 +102,7 @@ def prefill_request(prompt: PromptLike, **given: Any) -> tuple[Any, float | None
 
 
 def generate_request(prompt: PromptLike | None, **given: Any) -> tuple[Any, float | None]:
-    """Make the message of a generate request. Returns and raises like `prefill_request`."""
+    """Make the message of a generate request. Same results and errors as `prefill_request`."""
     _check_names(given, GenerateOptions)
     selection = given.get("page_selection", "")
     if selection not in list(PageSelection):

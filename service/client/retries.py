@@ -33,7 +33,7 @@ class Retries:
     def pause_s(self, error: DeltafrontError) -> float:
         """Return the seconds to wait before the next try.
 
-        After a lost connection, Overloaded is retried too, because the dead door's pages may not be free
+        After a lost connection, Overloaded is retried too: pages reserved by the dead door may not be free
         yet.
 
         Raises:

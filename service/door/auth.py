@@ -26,7 +26,7 @@ class TokenFile:
     """A file of lines `TOKEN [name=…] [requests=N] [tokens=N]` and `# comment`, read again when it changes.
 
     A token's name is for logs; by default it is the beginning of the token's digest. A token without limits
-    of its own has those of `usual`; 0 is no limit. After the start, an invalid line or a missing file is
+    of its own has the limits of `usual`; 0 is no limit. After the start, an invalid line or a missing file is
     logged, and its tokens are refused.
 
     Raises:

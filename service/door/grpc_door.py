@@ -122,7 +122,7 @@ class FrontDoor:
             await asyncio.sleep(_HEALTH_WATCH_S)
 
     async def _read(self, sent: UndecodedMessage) -> Any:
-        """Parse a request in a thread, because a large one takes long. Raises like `_message`."""
+        """Parse a request in a thread, because a large one takes long. Raises the errors of `_message`."""
         return await self._requests.text_budget.work(sent.size, lambda _: read(self._message(sent)))
 
     def _message(self, sent: UndecodedMessage) -> Any:

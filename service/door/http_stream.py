@@ -64,10 +64,9 @@ class EventStream:
             await self.write(f": {comment}\n".encode() if self._comments else self._keep_alive)
 
     async def expect(self, seconds: float) -> None:
-        """Say in a header when the first token is expected.
-
-        If the wait is at least _LINE_S, the header is sent at once. Otherwise it is sent with the first data,
-        so that an error before that can have its own HTTP status. Calls after the first do nothing.
+        """Say in a header when the first token is expected. If the wait is at least _LINE_S, the header is
+        sent at once. Otherwise it is sent with the first data, so that an earlier error can have its own HTTP
+        status. Calls after the first do nothing.
         """
         if len(self._headers) > len(_HEADERS):
             return

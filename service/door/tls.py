@@ -104,7 +104,8 @@ class _Reloading:
         self._stamps = files.stamps()
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return None if the files are unchanged, or while key and certificate do not match."""
+        """Return the new certificate; None if the files are unchanged, or while key and certificate do not
+        match."""
         try:
             stamps = self._files.stamps()
             if stamps == self._stamps:

@@ -98,7 +98,8 @@ def read_response(message: pb.PrefillResponse | pb.GenerateResponse) -> Any:
 
 
 def write(kind: type[_Message], value: Any, prefix: str = "") -> _Message:
-    """Make a protobuf message of type `kind` from a dataclass. Raises InvalidArgument like `fill_message`."""
+    """Make a protobuf message of type `kind` from a dataclass. Raises InvalidArgument as `fill_message`
+    does."""
     return fill_message(kind, prefix, **vars(value))
 
 

@@ -64,7 +64,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A refusal. retry_after_s: None if it will never fit."""
+    """A refusal. retry_after_s: None if the prompt will never fit."""
 
     reason: Reason
     message: str

@@ -163,7 +163,7 @@ class Fleet:
     async def wait_to_take_over(self) -> None:
         """Wait until this door can serve, or until workers of other configurations are gone.
 
-        Until then Serve keeps the doors that this one replaces.
+        Until this call returns, Serve keeps the doors that this one replaces.
         """
         while self._others is None or (self._others and not self.view.ready):
             await self._changed.wait()
@@ -237,8 +237,8 @@ class Fleet:
         self.spawn(_log_errors(call, description)).set_name(description)
 
     async def _renew(self) -> None:
-        """Renew the leases of held requests. A draining worker of last resort is renewed even without
-        requests, so that it stays."""
+        """Renew the leases of held requests. A draining worker of last resort gets renewals even without
+        requests, so that it keeps running."""
         workers: dict[str, Leased] = {**self._handles.groups, **self._handles.workers}
         names = workers.keys() & (self._held.keys() | self.view.last_resort)
 
@@ -313,7 +313,7 @@ class SingleFlight:
         self._next: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Wait for a run that began after this call, which concurrent callers share."""
+        """Wait for a run that begins after this call. Concurrent callers share the run."""
         if self._next is None:
             self._next = self._start(self._run_after(self._running))
         await asyncio.shield(self._next)

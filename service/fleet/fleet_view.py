@@ -67,8 +67,8 @@ def not_draining(states: Sequence[_S]) -> Sequence[_S]:
 def latest_states(
     polled: Mapping[str, _H], answers: Mapping[str, _S], now: Mapping[str, _H], last: Mapping[str, _S]
 ) -> dict[str, _S]:
-    """Return the polled answers of workers that are known `now`, and the last states of those found since the
-    poll."""
+    """Return the polled answers of workers that are known `now`, and the last states of workers found since
+    the poll."""
     sources = {name: answers if polled.get(name) is handle else last for name, handle in now.items()}
     return {name: states[name] for name, states in sources.items() if name in states}
 

@@ -63,7 +63,7 @@ def _block_start(grpc_port: int) -> int:
 
 
 def haproxy_hosts(door: DoorConfig) -> dict[int, str]:
-    """Return the address at which each of HAProxy's ports listens. Otherwise Serve's fallback proxy would be
+    """Return the address at which each of HAProxy's ports listens. Without it Serve's fallback proxy would be
     public."""
     internal = serve_ports(door.grpc_port)
     hosts = {int(internal[name]): LOOPBACK for name in _SERVE_PORTS}

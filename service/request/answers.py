@@ -67,8 +67,8 @@ class Echo:
 
 @dataclass(frozen=True)
 class ChoiceEvent:
-    """An event of one answer among several. `index` counts the choices of all prompts, `choice` those of its
-    own."""
+    """An event of one answer among several. `index` counts the choices of all prompts, `choice` the choices
+    of its own prompt."""
 
     index: int
     choice: int

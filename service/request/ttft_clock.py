@@ -62,7 +62,8 @@ class TtftClock:
             self._trace(rest, self._last - left, self._last)
 
     def parts(self) -> dict[str, float]:
-        """Return seconds by part, in the order of events; transport, which occurs several times, last."""
+        """Return seconds by part, in the order of events. Transport is last, because it occurs several
+        times."""
         parts = dict(self._parts)
         parts[TRANSPORT] = parts.pop(TRANSPORT, 0.0)
         return parts

@@ -38,7 +38,7 @@ class PackedRuns:
         return cls(start, offset, spec.max_tokens)
 
     def check(self, x: AttentionInput, name: str) -> None:
-        """Check that this state was made for inputs like x. Raises KernelInputError."""
+        """Check that this state fits x's batch, heads, device and length. Raises KernelInputError."""
         heads, keys = tuple(x.k_BGSD.shape[:2]), x.k_BGSD.shape[2]
         if tuple(self.offset_BGC.shape[:2]) != heads or self.offset_BGC.device != x.k_BGSD.device:
             raise KernelInputError(

@@ -19,7 +19,7 @@ class SideSettings:
 
     Attributes:
         cap: Slots per block, a power of two up to 128.
-        relax: A block with more runs than slots is scanned again with `cos` lowered by this. If there are
+        relax: A block with more runs than slots is scanned again with `cos` lowered by `relax`. If there are
             still too many runs, every (runs / cap)-th run is kept. None: no second scan.
     """
 

@@ -92,7 +92,7 @@ def tile_scores(logit_BHIJ: torch.Tensor, allowed_IJ: torch.Tensor, per_block: i
 
 
 def per_query_head(k_BGJX: torch.Tensor, q_BHIX: torch.Tensor) -> torch.Tensor:
-    """Compute q . k between the groups of every query head and those of its key head: logit_BHIJ."""
+    """Compute q . k between every query head's groups and its key head's groups: logit_BHIJ."""
     batch, heads, rows, width = q_BHIX.shape
     groups = k_BGJX.shape[1]
     stacked = q_BHIX.reshape(batch, groups, heads // groups * rows, width)

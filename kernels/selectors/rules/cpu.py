@@ -9,7 +9,7 @@ _FLOAT_BITS = 1 << 31
 
 
 def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_scores: bool = False) -> TileMask:
-    """Return the mask of tiles that `rule` keeps. Scores are >= 0; those after the diagonal are ignored."""
+    """Return the mask of tiles that `rule` keeps. Scores are >= 0; scores after the diagonal are ignored."""
     mask = compact(kept_table(score_BHNM, rule, first_block))
     if not with_scores:
         return mask

@@ -56,8 +56,8 @@ def top_command(
 
 
 def _follow(url: str, title: str, every: float) -> Iterator[Group]:
-    """Scrape and yield the tables every `every` seconds; if a scrape fails, its error and the last tables.
-    Raises ScrapeError if it fails before the first tables."""
+    """Scrape and yield the tables every `every` seconds. If a scrape fails, yield its error and the last
+    tables. Raises ScrapeError if there are no last tables yet."""
     scrapes, shown = deque([_scrape(url)]), Group()
     while True:
         time.sleep(every)

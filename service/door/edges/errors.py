@@ -34,8 +34,8 @@ Renaming = tuple[re.Pattern[str], str]
 
 
 def status_of(error: DeltafrontError) -> int:
-    """Return an error's HTTP status. Overloaded without retry_after_s, where waiting cannot help, is 413, not
-    429."""
+    """Return an error's HTTP status. Overloaded is 429, but 413 without retry_after_s, because then waiting
+    cannot help."""
     if isinstance(error, Overloaded) and error.retry_after_s is None:
         return TOO_LARGE
     if isinstance(error, TooSlow):

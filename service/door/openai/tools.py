@@ -32,7 +32,8 @@ def _function(path: str, tool: object) -> Mapping[str, Any]:
 
 
 class ArgumentReader:
-    """Parses the arguments of a body's tool calls. Together they may have as many values as a body."""
+    """Parses the arguments of a body's tool calls. All arguments together may have at most the number of
+    values that a body may have."""
 
     def __init__(self) -> None:
         self._left = MAX_VALUES

@@ -66,7 +66,7 @@ class Answer:
         return events.FinishReason.LENGTH if tokens_left <= 0 else None
 
     def expect(self, ttft_s: float | None, held: int, tokens: int) -> None:
-        """Tell a client that waits for its first token how long that is expected to take."""
+        """Tell a client the expected time to its first token."""
         if ttft_s is not None and not self.ids and not self._tokens_shown:
             self._accepted.events.put_nowait(
                 events.Progress(tokens_done=held, tokens_total=tokens, expected_first_token_seconds=ttft_s)

@@ -1,8 +1,8 @@
 """Several answers of one request: choices of one prompt, and several prompts.
 
-The first choice of a prompt keeps all but the prompt's last token as a session. The others continue from it:
-they share its pages, and each prefills the last token. If the session is lost, a choice is answered like any
-request.
+The first choice of a prompt keeps all but the prompt's last token as a session. The other choices continue
+from this session: they share its pages, and each prefills the last token. If the session is lost, a choice
+runs as a separate request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _ChoiceEvents(asyncio.Queue[Any]):
 
 @dataclass
 class ChoicesRun:
-    """Runs a request's choices, like a `RequestRun`.
+    """Runs a request's choices, in place of a `RequestRun`.
 
     Args:
         calls: One for each prompt.

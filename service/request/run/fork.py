@@ -25,7 +25,7 @@ class Fork:
     )
 
     def offer(self, session: Forked | None) -> None:
-        """Offer the session. None: there will be none. Later offers are ignored."""
+        """Offer the session; None if there will be no session. Later offers are ignored."""
         if not self._offered.done():
             self._offered.set_result(session)
 

@@ -131,8 +131,8 @@ async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: P
 
 
 def _of_all_queues(refused: Sequence[Refused]) -> Refused:
-    """Combine the answers of all full groups into one. A place in any group is enough, so their rates are
-    added."""
+    """Combine the answers of all full groups into one. A free place in any group is enough, so the groups'
+    rates are added."""
     first = soonest(refused)
     places_per_second = sum(1 / one.retry_after_s for one in refused if one.retry_after_s)
     return replace(first, retry_after_s=1 / places_per_second) if places_per_second else first

@@ -77,8 +77,8 @@ async def tokenize(
 
 
 async def constrained(resources: Resources, call: Call) -> Call:
-    """Put the grammar of a call's constraint into its options. Compile it here, too, so that a wrong one is
-    refused before prefill. Raises InvalidArgument."""
+    """Put the grammar of a call's constraint into its options. Compile it here, too, so that a wrong
+    constraint is refused before prefill. Raises InvalidArgument."""
     if call.options.constraint:
         return call
     if call.constraint is None and tools_of(call.prompt, call.append) is None:

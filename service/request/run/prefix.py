@@ -145,7 +145,7 @@ def worth_loading(prefix: Prefix, rates: Rates) -> Prefix:
 
 def hold_most(found: Mapping[str, int], workers: Sequence[DecodeStats], tokens: int) -> list[str]:
     """Sort the workers with a prefix hit by the hit's length. Leave out workers that are much fuller than
-    another worker, and, if any worker has pages for the whole request, those without pages for the rest.
+    another worker, and, if any worker has pages for the whole request, workers without pages for the rest.
 
     Args:
         found: Worker → tokens of its hit.

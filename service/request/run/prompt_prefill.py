@@ -1,7 +1,7 @@
 """Prefills a prompt on a group while its KV cache streams to a decode worker.
 
 If the group dies, the next group resumes after the last chunk that arrived at the decode worker. If the
-method cannot resume, it starts over.
+method cannot resume, the next group prefills the prompt from its first token.
 """
 
 import logging
@@ -82,9 +82,8 @@ class PromptPrefill:
                 return self._of_all_groups(report)
 
     async def _resume(self, error: WorkerError) -> None:
-        """Have the next group prefill what the decode worker lacks.
-
-        Ask the decode worker first: if it has died, the group did not fail.
+        """Have the next group prefill the tokens that the decode worker lacks. Ask the decode worker first:
+        if the decode worker has died, the group did not fail.
         """
         if isinstance(error, WorkerLost):
             self.resources.fleet.forget(error.worker)

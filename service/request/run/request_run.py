@@ -185,8 +185,8 @@ class RequestRun:
     async def _from_prefix(
         self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan, hit: PrefixHit
     ) -> bool:
-        """Answer from a prefix hit whose worker prefills the rest. Returns False if the prefix was evicted
-        meanwhile, or the worker has no room.
+        """Answer from a prefix hit whose worker prefills the rest. Returns False if the prefix has since been
+        evicted, or the worker has no room.
 
         On this path a worker makes a session only after a first token, so a Prefill requests one token.
         """
@@ -370,7 +370,7 @@ class RequestRun:
         return reason is not None
 
     async def _keep(self, attempt: Attempt, worker: DecodeWorker, plan: Plan) -> None:
-        """Make the prompt a session, and release it if the client leaves meanwhile."""
+        """Make the prompt a session, and release it if the client leaves before it is ready."""
         call = self._call
         job = requests.KeepSession(request_id=attempt.request_id, prompt_ids=plan.inexact_ids(call.method))
         keeping = asyncio.ensure_future(worker.keep(job))

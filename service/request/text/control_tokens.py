@@ -168,7 +168,7 @@ class ControlTokens:
         return model_ids
 
     def _matches(self, text: str) -> Iterator[re.Match[str]]:
-        """Find control tokens like the tokenizer: from the left, the longest first, some only as whole
+        """Find control tokens as the tokenizer does: from the left, the longest first, some only as whole
         words."""
         for match in () if self._pattern is None else self._pattern.finditer(text):
             neighbours = text[match.start() - 1 : match.start()] + text[match.end() : match.end() + 1]

@@ -93,8 +93,8 @@ def _check_piece(tokenizer: Tokenizer, piece: str, tokens: int) -> None:
 
 
 def longest_token(tokenizer: Tokenizer, state: Mapping[str, Any]) -> int:
-    """Return the most bytes of text that one token can stand for. A normaliser may turn four bytes
-    into one."""
+    """Return the most bytes of text that one token can stand for. A normaliser may turn four bytes into one
+    byte."""
     kinds = {part["type"] for part in components(state["pre_tokenizer"], "pretokenizers")}
     size = len if "ByteLevel" in kinds else lambda token: len(token.encode())
     longest = max(map(size, tokenizer.get_vocab()), default=1)

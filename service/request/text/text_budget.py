@@ -65,7 +65,7 @@ class TextBudget:
         self._held.discard(held)
 
     def check(self, owner: str, size: int, replaced: HeldText | None = None) -> None:
-        """Check that `size` bytes are available, if those of `replaced` are freed. Raises Overloaded."""
+        """Check that `size` bytes are available once the bytes of `replaced` are freed. Raises Overloaded."""
         if size > self._max_bytes:
             raise Overloaded(f"{size} bytes are more than this server reads at once, {self._max_bytes}")
         size = max(size, 1)  # even a request without received bytes needs room

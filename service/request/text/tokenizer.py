@@ -302,7 +302,8 @@ def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken], path: Path) -> N
 
 
 def _open(rendered: str, last: str) -> str:
-    """Cut a rendered conversation after its last message's text, like transformers. Raises TemplateError."""
+    """Cut a rendered conversation after its last message's text, as transformers does. Raises
+    TemplateError."""
     text = last.strip()
     if not text or text not in rendered:
         raise TemplateError("the last message has no text that this model's chat template keeps to continue")
