@@ -2,11 +2,11 @@
 
     python -m deltafront.benchmarks.eviction
 
-`least recent` evicts the conversation that was used first, `known` the one that returns last (Belady's order,
-which knows the future); both take pages from a conversation's end. `learned` is the service's `PagePool`.
-Traces are synthetic, and requests take no time: agents' sessions grow from turn to turn, and together they
-need more pages than the cache has; chats with a common system prompt end after some turns. Prints a table and
-writes benchmarks/results/eviction.json.
+`least recent` (LRU) evicts from the least recently used conversation, `known` from the conversation whose
+next use is the latest (Belady's order, which knows the future). Both evict a conversation's last pages first.
+`learned` is the service's `PagePool`. Traces are synthetic, and requests take no time: agents' sessions grow
+from turn to turn, and together they need more pages than the cache has; chats with a common system prompt end
+after some turns. Prints a table and writes benchmarks/results/eviction.json.
 """
 
 from __future__ import annotations

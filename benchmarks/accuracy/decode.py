@@ -37,8 +37,8 @@ class Decoded:
     Attributes:
         answers: The right answers' log-probabilities, teacher-forced.
         kl: Mean KL(full decode | this) of the answers' tokens after the first.
-        agrees: For each question, True if the greedy answer equals that of full decode. Both have the length
-            of the right answer.
+        agrees: For each question, True if the greedy answer equals that of full decode. Both answers have the
+            right answer's length.
         share: Pages read, divided by those of full decode, over all layers.
         milliseconds: Median time of page selection and attention in all layers of a decode step: device time
             on a GPU, wall-clock time on a CPU.
@@ -91,7 +91,8 @@ class AnswerDecoder:
     """Decodes questions on the reader's document with any number of page selections.
 
     Args:
-        beside: A decoder of the same questions, whose full decode is the baseline. None: use this decoder's.
+        beside: A decoder of the same questions, whose full decode is the baseline. None: this decoder's full
+            decode is the baseline.
 
     Raises:
         ValueError: No answer has a second token. The first token is predicted by prefill.

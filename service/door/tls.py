@@ -1,6 +1,6 @@
 """The door's gRPC port with TLS, which Serve's ports do not support.
 
-The doors of a node share the port by SO_REUSEPORT. A changed certificate applies to new connections.
+The doors of a node share the port by SO_REUSEPORT. A changed certificate applies only to new connections.
 """
 
 import logging

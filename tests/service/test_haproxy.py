@@ -358,7 +358,7 @@ def test_many_connections_from_one_address_leave_others_room(
         assert greets(grpc)
 
 
-def test_cuts_clients_that_stop_sending_and_not_those_that_wait(
+def test_disconnects_stalled_senders_but_not_waiting_clients(
     both: Callable[..., tuple[int, int]], door: socket.socket
 ) -> None:
     http, _grpc = both(timeout_client="1s")

@@ -135,7 +135,7 @@ def test_next_prefill_group_may_have_another_number_of_stages(
     assert len(finish.timings.stages) == 2 * len(report(spare.jobs[0], 128, 1.0).stages)
 
 
-def test_prefill_only_request_is_resumed_too(house: House, client: DeltafrontClient) -> None:
+def test_prefill_only_request_resumes_after_a_group_death(house: House, client: DeltafrontClient) -> None:
     _, spare = dying_and_spare(house, 4)
     *progress, made = client.prefill(PROMPT)
     assert isinstance(made, PrefillFinished)

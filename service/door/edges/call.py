@@ -1,8 +1,8 @@
 """A call over HTTP: a JSON body in, and an object or a stream of events out.
 
-Requests run as for gRPC. While the prompt of a streamed answer waits or is prefilled, lines that clients skip
-keep proxies from closing the connection. The first of them also sends the HTTP status, so a later error is an
-event.
+Requests run as for gRPC. While the prompt of a streamed answer waits or is prefilled, keep-alive lines, which
+clients skip, stop proxies from closing the connection. The first keep-alive line also sends the HTTP status,
+so a later error is sent as an event.
 """
 
 from __future__ import annotations

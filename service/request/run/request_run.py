@@ -1,7 +1,7 @@
 """One request, from its checked call to its last event.
 
-A prefill group prefills the prompt or the rest after a prefix hit. A decode worker with a prefix hit prefills
-a short rest itself. Or the request continues a session. Then a decode worker answers; for a Prefill
+A prefill group prefills the prompt, or the rest after a prefix hit. A decode worker itself prefills a short
+rest after its prefix hit, and text appended to its session. Then a decode worker answers. For a Prefill
 (`max_tokens` 0) it keeps the KV cache as a session.
 """
 

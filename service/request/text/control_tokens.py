@@ -1,9 +1,10 @@
 """Prevents control-token injection: text in messages never becomes a control token.
 
-Control tokens mark turns and ends. A message that spells one must not speak in another role, so only the
-control tokens that the template writes may take effect. The tokenizer needs the whole text at once, because
-words merge across the borders of messages. So we use an alias tokenizer, which treats control tokens as plain
-text. Each control token has a secret alias in it, and the aliases replace the template's control tokens.
+Control tokens mark turns and ends. A message that spells a control token must not be able to speak in another
+role, so only the control tokens that the template writes may take effect. The tokenizer needs the whole text
+at once, because words merge across the borders of messages. So we use an alias tokenizer, which treats
+control tokens as plain text. Each control token has a secret alias in it, and the aliases replace the
+template's control tokens.
 
 To find the template's control tokens, the messages are rendered again with masked contents. The masks have
 none of the characters with which control tokens begin and end.

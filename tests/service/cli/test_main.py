@@ -54,7 +54,9 @@ def test_generate_streams_the_answer(house: House, document: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [[], ["--chat"]])
-def test_sends_messages_if_the_model_has_a_template(house: House, document: Path, how: list[str]) -> None:
+def test_sends_messages_if_the_model_has_a_chat_template(
+    house: House, document: Path, how: list[str]
+) -> None:
     """Questions to sessions are sent as messages, too."""
     run("generate", document, "-q", "why?", *how, "--address", house.address)
     read = f"[s:be nice][u:{document.read_text()}][u:why?][a:"
@@ -64,7 +66,7 @@ def test_sends_messages_if_the_model_has_a_template(house: House, document: Path
     assert json.loads(done.stdout)["usage"]["prompt_tokens"] == len(read)
 
 
-def test_sends_plain_text_if_the_model_has_no_template(
+def test_sends_plain_text_if_the_model_has_no_chat_template(
     make_house: Callable[..., House], model: Path, document: Path, tmp_path: Path
 ) -> None:
     bare = shutil.copytree(model, tmp_path / "bare")

@@ -22,7 +22,7 @@ def prompt(house: House) -> bytes:
     return bytes(house.group.jobs[-1].token_ids[::4])
 
 
-def test_template_begins_the_answer_unless_told_otherwise(house: House, api: openai.OpenAI) -> None:
+def test_chat_adds_a_generation_prompt_unless_told_otherwise(house: House, api: openai.OpenAI) -> None:
     chat(api)
     assert prompt(house) == b"[s:be nice][u:hi][a:"
     chat(api, extra_body={"add_generation_prompt": False})

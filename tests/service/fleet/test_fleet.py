@@ -298,7 +298,9 @@ async def test_worker_forgotten_during_a_poll_stays_forgotten() -> None:
     assert set(fleet.view.workers) == {"decode:d0", "decode:d1"}
 
 
-async def test_worker_that_loads_does_not_delay_discovery_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loading_worker_does_not_delay_discovery_of_other_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An actor can be found by name before its constructor has ended."""
     loading, loaded = FakeDecode("decode:new"), asyncio.Event()
     stats = loading.stats

@@ -94,7 +94,7 @@ def test_services_on_neighbouring_ports_share_no_port() -> None:
 @pytest.mark.parametrize(
     "port", [int(serve_ports(1025)["RAY_SERVE_HAPROXY_STATS_PORT"]), agent_ports(1025)["metrics_agent_port"]]
 )
-def test_names_a_taken_port_that_is_not_configured(port: int) -> None:
+def test_error_names_a_taken_port_that_has_no_configuration_key(port: int) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()

@@ -29,6 +29,6 @@ def test_failure_names_a_killed_ray_control_store(node: subprocess.Popen[bytes])
     assert processes.wait_for_failure() == "Ray's control store (gcs_server) was ended by SIGKILL"
 
 
-def test_a_node_that_ended_is_named_with_its_code(node: subprocess.Popen[bytes]) -> None:
+def test_failure_names_the_ended_ray_process_and_its_exit_code(node: subprocess.Popen[bytes]) -> None:
     node.communicate(b"3\n")
     assert RayProcesses({"raylet": node}).wait_for_failure() == "Ray's node (raylet) ended with code 3"

@@ -134,7 +134,7 @@ def test_quota_of_a_token_holds_at_every_door(doors: tuple[House, House]) -> Non
         list(elsewhere.generate("y" * 500, max_tokens=10))
 
 
-async def test_simultaneous_requests_at_two_doors_count_at_each() -> None:
+async def test_requests_accepted_by_two_doors_at_once_count_at_both() -> None:
     """A later request sees the usage of both doors."""
     uses = list[OwnerUse]()
     first, second = (Callers(name, lambda: uses, nothing_new) for name in "ab")

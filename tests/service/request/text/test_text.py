@@ -283,7 +283,7 @@ def test_templates_support_the_usual_jinja_extensions(tmp_path: Path, model: Pat
     assert letters(found.encode_chat([{"role": "user", "content": "é"}])).startswith("<bos>")
 
 
-def test_without_a_template_messages_are_refused(tmp_path: Path, model: Path) -> None:
+def test_without_a_chat_template_messages_are_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(TemplateError, match="send text instead"):
         directory(tmp_path, model, None).encode_chat(
             [{"role": "user", "content": "x"}], add_generation_prompt=True
