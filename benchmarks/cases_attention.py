@@ -42,7 +42,8 @@ SMALL = (9, 3, 64)
 
 
 def cases(config: BenchConfig) -> list[Case]:
-    """List the cases. torch's attention comes first, because others report their time relative to it."""
+    """List the cases. torch's attention comes first, because other cases report their time relative to
+    torch's."""
     shape = (config.q_heads, config.kv_heads, config.head_dim)
     check = partial(_check, config)
     rows = []

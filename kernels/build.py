@@ -126,7 +126,7 @@ class DenseWhenShort:
 
 
 class Windowed:
-    """Uses exact sliding-window attention in layers with a window, and `method` in the others."""
+    """Uses exact sliding-window attention in layers with a window, and `method` in layers without one."""
 
     def __init__(self, method: Attention, windows: Mapping[int, int]) -> None:
         self.method = method

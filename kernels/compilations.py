@@ -14,8 +14,8 @@ Phases = tuple[tuple[str, int], ...]
 
 @dataclass
 class Compilations:
-    """Counts the kernels that a process compiles or loads. Each one after `ready` is logged, since requests
-    may wait for it."""
+    """Counts the kernels that a process compiles or loads. Each compilation or load after `ready` is logged,
+    since requests may wait for it."""
 
     warm_up: int = 0
     serving: int = 0

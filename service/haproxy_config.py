@@ -69,8 +69,8 @@ def rewrite(config: str, folder: Path) -> str:
 
 
 def _limits(line: str, clients: int) -> list[str]:
-    """Limit the connections of each port and each address, so that none can use up the connections of
-    others."""
+    """Limit the connections of each port and each address, so that no port or address can use up the
+    connections of the others."""
     if line in ("frontend prometheus", "listen stats"):
         return [f"maxconn {_INTERNAL}"]
     if line not in _FRONTENDS:

@@ -9,7 +9,7 @@ import.
   start of a worker.
 - Ray reads the token once, so `at_loopback` makes it read again.
 
-Worker processes import this, so it loads neither Ray nor gRPC.
+Worker processes import this module, so it loads neither Ray nor gRPC.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """All metrics. Only doors observe them.
 
 prometheus_client in multiprocess mode keeps exact sums in files that outlive a process. The doors of a node
-share a directory. The door that has the scrape port reports the values of all doors, including dead ones.
+share a directory. The door that holds the scrape port reports the values of all doors, including dead doors.
 """
 
 import os

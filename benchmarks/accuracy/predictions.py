@@ -42,8 +42,8 @@ def tail_logps(stack: LayerStack, tail_TC: torch.Tensor, tail: Sequence[int]) ->
 
 
 def short_logps(reader: Reader, ids: Sequence[int], tail: int, context: int, chunk: int) -> torch.Tensor:
-    """Compute `tail_logps` of tokens that see only `context` to 2 · `context` tokens before them. This
-    replaces the reader's document."""
+    """Compute `tail_logps` of tokens that see only `context` to 2 · `context` tokens before them. The call
+    replaces the document that the reader holds."""
     parts, first = [], len(ids) - tail
     for part in range(first, len(ids), context):
         end = min(part + context, len(ids))

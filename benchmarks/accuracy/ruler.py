@@ -75,7 +75,7 @@ def in_turn(about: str, prompt: str, answers: Sequence[str]) -> Asked:
 
 
 def single(kind: str, *, noise: bool = False, others: int = 0) -> Task:
-    """Make a task that asks for the value of one key. Noise or text hides it and `others` more keys."""
+    """Make a task that asks for the value of one key. Noise or text hides this key and `others` more keys."""
 
     def task(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
         made = _needles(rng, 1 + others, kind)

@@ -69,9 +69,9 @@ def heaviest_share(mass_BHX: torch.Tensor, share: float) -> torch.Tensor:
     """Mark the fewest entries of the last dimension that have `share` of its sum: bool_BHX. Among equal
     entries the first wins. A share of 1 keeps all entries.
 
-    This sorts. `selectors.rules` does not fit, since it bisects each query block and adds forced tiles, while
-    FlexPrefill ranks all N x M tiles together. Sorting takes 25 bytes an entry: 0.8 GB for 32 heads of
-    131,072 tokens.
+    The function sorts all entries. `selectors.rules` does not fit, since it bisects each query block and adds
+    forced tiles, while FlexPrefill ranks all N x M tiles together. Sorting takes 25 bytes an entry: 0.8 GB
+    for 32 heads of 131,072 tokens.
     """
     if share >= 1.0:
         return torch.ones_like(mass_BHX, dtype=torch.bool)

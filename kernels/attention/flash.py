@@ -4,8 +4,8 @@ Row i has the absolute position row0 + step * i. With LISTED it attends to the t
 packed runs and to the exact keys of its critical region, otherwise to every key up to itself.
 
 Strides are in elements, a tuple for each tensor: q and out (B, H, R), k and v (B, G, S), packed (B, G, P).
-The strides of the mask's index (B, H, N) vary with the prompt. They are separate numbers, because Triton
-would compile a kernel for each value in a tuple.
+The strides of the mask's index (B, H, N) vary with the prompt. So the kernel takes them as separate numbers:
+Triton would compile a kernel for each value in a tuple.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

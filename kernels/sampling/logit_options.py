@@ -20,7 +20,8 @@ class LogitOptions:
         counts_KV: Number of times each token occurs in the answer so far. It stays on the device.
         prompt_KV: True for tokens of the prompt.
         bias_KV: Added to the logits.
-        stops_KV: True for tokens that end the answer. They are forbidden at positions before `first_stop_K`.
+        stops_KV: True for tokens that end the answer. These tokens are forbidden at positions before
+            `first_stop_K`.
         floor_K1: Logarithm of min_p: minimum of a token's logit relative to the largest logit.
     """
 

@@ -117,7 +117,7 @@ class Fleet:
         self._changed = asyncio.Event()
 
     async def poll(self, timeout_s: float = _STATS_TIMEOUT_S) -> None:
-        """Ask the known workers for their states, and drop dead ones."""
+        """Ask the known workers for their states, and drop dead workers."""
         await self._poll(self._handles, timeout_s, known=True)
 
     async def poll_shared(self) -> None:

@@ -2,8 +2,8 @@
 
 A service locks a file in its folder, and the kernel releases the lock when the service dies. All processes of
 Ray and HAProxy have an open log file in the folder. So a process that gets the lock may kill these processes
-and remove the folder. A reaper process, which runs this file without the package, does this at once. If the
-reaper was killed, too, the next start does it.
+and remove the folder. A reaper process, which runs this file without the package, cleans up at once. If the
+reaper was killed, too, the next start cleans up.
 
 Environment variables cannot identify the processes, because Ray overwrites them with process titles.
 """

@@ -75,8 +75,8 @@ def _check_host_cache(settings: ServiceConfig) -> None:
 
 
 def _check_open_files() -> None:
-    """Check the hard limit of open files, to which HAProxy raises its own limit. If it were too low, HAProxy
-    would be restarted forever.
+    """Check the hard limit of open files, to which HAProxy raises its own limit. If the limit were too low,
+    Serve would restart HAProxy forever.
 
     HAProxy counts two files for each client, and a pipe for every fourth client. Raises ConfigError.
     """
@@ -96,8 +96,8 @@ def _files_for(connections: int) -> int:
 
 
 def why_no_cuda() -> str | None:
-    """Return the reason why no GPU can be used; None if some can. This asks the driver, because torch takes
-    seconds to load."""
+    """Return the reason why no GPU can be used; None if some can. The function asks the driver, because torch
+    takes seconds to load."""
     torch = importlib.util.find_spec("torch")
     if not (torch and torch.origin and (Path(torch.origin).parent / "lib" / _TORCH_CUDA).exists()):
         return "torch is a build without CUDA"

@@ -27,8 +27,8 @@ from deltafront.kernels.selectors.rules.rule import ROUNDING
 
 
 class DeltaXAttentionBackend:
-    """Computes the share `exact_share` of a mask's tiles with their exact keys and the others over packed
-    keys. The mask must have scores."""
+    """Computes the share `exact_share` of a mask's tiles over exact keys, and the mask's other tiles over
+    packed keys. The mask must have scores."""
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos

@@ -32,10 +32,10 @@ class Rule:
     Equal scores are kept or dropped together. A row without a positive score keeps all its tiles.
 
     Attributes:
-        kind: "cumulative" (top-p) keeps the best tiles until they and the forced ones have at least the share
-            `threshold` of the row's sum (XAttention, section 2.2); a threshold of 1 keeps all tiles. "top_k"
-            keeps the best tiles until the kept ones are the share `threshold` of the row's causal tiles,
-            rounded up.
+        kind: "cumulative" (top-p) keeps the best tiles until these and the forced tiles have at least the
+            share `threshold` of the row's sum (XAttention, section 2.2); a threshold of 1 keeps all tiles.
+            "top_k" keeps the best tiles until the kept ones are the share `threshold` of the row's causal
+            tiles, rounded up.
         threshold: One number, or a float tensor with one per head.
         outside: Ignore forced tiles in sums and counts. Otherwise a sink with most of a row's mass would
             reach the threshold alone.

@@ -138,8 +138,8 @@ def _content(block: Block) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """Parse a tool call's arguments, which max_tokens may truncate. Returns {} for anything but an object,
-    such as half a surrogate pair or too deep nesting."""
+    """Parse a tool call's arguments, which max_tokens may truncate. Returns {} if the arguments do not parse
+    as an object: half a surrogate pair, for example, or too deep nesting."""
     with contextlib.suppress(ValueError):
         found = from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
         return found if isinstance(found, dict) else {}

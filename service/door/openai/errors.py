@@ -43,7 +43,7 @@ def error_body(error: DeltafrontError, names: FieldNames, positions: int) -> dic
 
     Args:
         positions: The model's context length. Clients recognise a too long prompt by OpenAI's wording, which
-            contains it.
+            contains the context length.
     """
     status = status_of(error)
     kind, code = _KINDS.get(status, (_CLIENT_ERROR, None))

@@ -67,7 +67,8 @@ class ResponseStore:
     """Stores conversations of at most `max_bytes` in all. Evicts the oldest of the caller who has the most.
     Thread-safe.
 
-    A conversation is stored before its answer begins, so that running requests count, too.
+    A conversation is stored before its answer begins, so that running requests also count towards
+    `max_bytes`.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:

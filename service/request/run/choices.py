@@ -60,7 +60,8 @@ class ChoicesRun:
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PROMPTS_AT_ONCE))
 
     async def run(self) -> None:
-        """Run all choices to their last events. Raises the first DeltafrontError, and cancels the others."""
+        """Run all choices to their last events. If a choice fails, cancels the other choices and raises the
+        first DeltafrontError."""
         with self.accepted.use as use:
             use.run()
             calls = [await self._tokenized(call) for call in self.calls]

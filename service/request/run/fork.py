@@ -15,7 +15,7 @@ Forked = tuple[DecodeWorker, Session]
 @dataclass
 class Fork:
     """Shares one prefill among the choices of a prompt: the first choice keeps a session and offers it with
-    its first token, and the others wait and fork from it.
+    its first token. The other choices wait for this session and fork from it.
 
     Create it in an event loop.
     """

@@ -129,7 +129,7 @@ def rest_is_long(prefix: int, start: int, tokens: int, rates: Rates) -> bool:
 def group_seconds(start: int, tokens: int, rates: Rates) -> float:
     """Predict the seconds until a group has prefilled a prompt from `start` on.
 
-    This includes fetching the KV before `start`, if that rate is known."""
+    The prediction includes fetching the KV before `start`, if the fetch rate is known."""
     fetching = start / rates.fetch if rates.fetch else 0.0
     prefill = 0.0 if rates.prefill is None else rates.prefill.seconds(start, tokens)
     return rates.queued_s + prefill + fetching

@@ -1,4 +1,4 @@
-"""Tokenises long texts in pieces, and stops when they have too many tokens."""
+"""Tokenises a long text in pieces, and stops once the text has too many tokens."""
 
 from __future__ import annotations
 

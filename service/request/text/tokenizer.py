@@ -186,7 +186,7 @@ class TextTokenizer:
         return [self._tokenizer.id_to_token(number) or "" for number in ids]
 
     def detokenizer(self, tools: bool = False) -> Detokenizer:
-        """Make a detokenizer. With `tools`, special tokens around calls have a text, too."""
+        """Make a detokenizer. With `tools`, special tokens around tool calls are also decoded to text."""
         spoken = {number: text for text, number in self.tool_tokens.items()} if tools else {}
         return Detokenizer(self._tokenizer, spoken)
 

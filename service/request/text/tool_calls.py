@@ -36,7 +36,8 @@ class ToolFormat:
         trigger: The text before the first call. Empty: an answer is either text or calls.
         between: The text between two calls.
         first, last: Texts around all calls, which then follow one trigger.
-        parameters: How arguments are written if they are no JSON. They end the call, so there is no `tail`.
+        parameters: Format of arguments that are not JSON. These arguments end the call, so there is no
+            `tail`.
     """
 
     marker: str
