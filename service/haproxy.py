@@ -1,9 +1,9 @@
 """Writes the wrapper script that Ray Serve starts as HAProxy.
 
 Serve writes HAProxy's configuration, but lets us name the program. The wrapper script changes the
-configuration, then starts HAProxy. It switches splicing off: with splicing, HAProxy 2.8 does not tell a door
-that a client has left, and spins until the answer ends (docs/log/2026-11-22.md at 4fe709c6). It also sets
-listening addresses and JSON error pages (`haproxy_config.py`).
+configuration, then starts HAProxy. The script switches splicing off: with splicing, HAProxy 2.8 does not tell
+a door that a client has left, and spins until the answer ends (docs/log/2026-11-22.md at 4fe709c6). It also
+sets listening addresses and JSON error pages (`haproxy_config.py`).
 """
 
 import shlex

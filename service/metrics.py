@@ -367,8 +367,8 @@ class WorkerGauges:
                 gauge.labels(worker, tier.tier).set(getattr(tier, name))
 
     def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:
-        """Set the number of kernels compiled so far, by phase. It is a gauge because counters are summed over
-        doors."""
+        """Set the number of kernels compiled so far, by phase. This metric is a gauge because counters are
+        summed over doors."""
         for phase, count in phases:
             self._compilations.labels(worker, phase).set(count)
 

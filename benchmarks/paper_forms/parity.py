@@ -60,8 +60,8 @@ def x_attention(folder: Path, x: AttentionInput) -> Iterator[Compared]:
 
 
 def as_x_attention(x: AttentionInput, stride: int, tau: float) -> Rows:
-    """Select tiles as XAttention's code does, for a prompt in one chunk. It differs from the paper in two
-    ways: cells on the diagonal include keys after their queries, and a row keeps one tile more than its
+    """Select tiles as XAttention's code does, for a prompt in one chunk. That code differs from the paper in
+    two ways: cells on the diagonal include keys after their queries, and a row keeps one tile more than its
     threshold needs."""
     q, k = repeated(x)
     groups = q.shape[2] // stride

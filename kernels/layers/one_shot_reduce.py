@@ -170,7 +170,7 @@ class OneShotReduce(_OneShot):
 
 class OneShotAddNorm(_OneShot):
     """All-reduces the update and computes `add_norm`, in one launch instead of two. It must not share memory
-    with a `OneShotReduce`, because its programs use other offsets."""
+    with a `OneShotReduce`, because the two kernels use different offsets."""
 
     def takes(self, update_TC: torch.Tensor) -> bool:
         rows, width = update_TC.shape

@@ -46,8 +46,8 @@ def rotate_and_store(
     Channel f pairs with channel f + D/2 (RoFormer, Su et al. 2021, equation 34).
 
     Args:
-        qkv_TXD: Query heads, then key heads, then value heads. It is overwritten, and q_THD may be a view of
-            it.
+        qkv_TXD: Query heads, then key heads, then value heads. qkv_TXD is overwritten, and q_THD may be a
+            view of it.
         cos_T1F, sin_T1F: float32, cosine and sine of each token's angles.
         norm: None: q and k are not normed.
         kv: Row numbers are not checked, since a check would synchronise.

@@ -17,7 +17,7 @@ class LogitOptions:
 
     Attributes:
         rows_K: Each request's row in the batch.
-        counts_KV: Number of times each token occurs in the answer so far. It stays on the device.
+        counts_KV: Number of times each token occurs in the answer so far. The tensor stays on the device.
         prompt_KV: True for tokens of the prompt.
         bias_KV: Added to the logits.
         stops_KV: True for tokens that end the answer. These tokens are forbidden at positions before

@@ -336,5 +336,5 @@ def _retain_s(seconds: float | None) -> float:
 
 
 def is_request_id(text: str) -> bool:
-    """Say whether a text can be a request's id. It may be empty."""
+    """Say whether a text can be a request's id. An empty text can."""
     return len(text) <= _MAX_REQUEST_ID and text.isprintable()

@@ -21,8 +21,8 @@ class Buffers(NamedTuple):
     Attributes:
         q: One buffer is (1, 1, 64, D): one warpgroup's queries, later its output.
         k, v: One buffer is (1, 1, 128, D): a tile of keys or values, which every warpgroup reads.
-        lengths: (PACKED) One buffer is (1, 1, 128) float32: the run lengths of the packed keys in k. It
-            shares k's barriers.
+        lengths: (PACKED) One buffer is (1, 1, 128) float32: the run lengths of the packed keys in k.
+            `lengths` shares k's barriers.
         entries: One buffer is (1,) int64: a work item, encoded as `items.py` explains.
     """
 
