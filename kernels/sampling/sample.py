@@ -66,8 +66,8 @@ def sample(
     """Choose each row's next token: the most likely one if greedy, otherwise a sample by the Gumbel-max
     trick.
 
-    Logit options and allowed tokens apply to all rows. Sampled rows then apply temperature, min-p, top-k, and
-    top-p to the tokens that are left, in transformers' order.
+    Logit options and allowed tokens apply to all rows. Sampled rows then apply temperature, min-p and top-k.
+    As in transformers, top-p then applies to the tokens that top-k keeps.
 
     Args:
         positions_R: Absolute positions of the tokens to sample.

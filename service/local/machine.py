@@ -76,7 +76,7 @@ def _check_host_cache(settings: ServiceConfig) -> None:
 
 def _check_open_files() -> None:
     """Check the hard limit of open files, to which HAProxy raises its own limit. If the limit were too low,
-    Serve would restart HAProxy forever.
+    HAProxy would be restarted forever.
 
     HAProxy counts two files for each client, and a pipe for every fourth client. Raises ConfigError.
     """

@@ -163,7 +163,7 @@ def test_replayed_job_counts_answered_tokens_apart_from_its_prompt(
     assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 2 * 128
 
 
-def test_resumed_job_counts_answered_tokens_apart_from_its_prompt(
+def test_job_resumed_after_a_door_death_counts_answered_tokens(
     house: House, client: DeltafrontClient
 ) -> None:
     house.losses = [(6 + 5, grpc.StatusCode.UNAVAILABLE)]  # after the progress events and five tokens
