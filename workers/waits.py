@@ -21,7 +21,7 @@ def said_when_slow(
     Args:
         what: Returns the text after "waits for". It is called on another thread.
         after_s: Seconds; None: SLOW_S.
-        say: Takes the line. By default it logs a warning.
+        say: Called with each line. The default logs a warning.
     """
     over, seconds = threading.Event(), SLOW_S if after_s is None else after_s
 

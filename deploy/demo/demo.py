@@ -2,10 +2,10 @@
 
 The demo starts Ray and Deltafront with two prefill stages and one decode worker, on the CPU. It sends a
 document of about 8K tokens, the beginning of Moby Dick with hidden facts, and asks for one of them. It shows
-the progress of prefill and streams the answer. The second question is about the book. It goes to the session,
-so the document is not prefilled again. At last the demo sends the document by OpenAI's API,
-without a session; the prefix cache has it, so again there is no prefill. Then the demo stops everything it
-started.
+the progress of prefill and streams the answer. The second question, about the book, is appended to the
+session, so the document is not prefilled again. Then the demo sends the document through OpenAI's API without
+a session. The prefix cache has the document's KV, so again it is not prefilled. At the end the demo stops
+everything that it started.
 """
 
 from __future__ import annotations

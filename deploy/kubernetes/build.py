@@ -1,7 +1,7 @@
 """`make manifests`: puts each overlay's configuration into its RayService.
 
-An overlay's `config.yaml` is a configuration file like those in deploy/config. `serve_config` makes Ray
-Serve's configuration of it. The result is the overlay's `serve.yaml`, a JSON 6902 patch, because a RayService
+An overlay's `config.yaml` is a configuration file like those in deploy/config. `serve_config` turns it into
+Ray Serve's configuration. The result is the overlay's `serve.yaml`, a JSON 6902 patch, because a RayService
 contains Serve's configuration as one string. A test checks that the files are up to date.
 """
 

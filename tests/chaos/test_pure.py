@@ -32,7 +32,7 @@ def test_seed_determines_the_episode() -> None:
     assert prompt(3) == prompt(3) != prompt(5)
 
 
-def test_episodes_draw_every_fault_but_never_kill_all_doors() -> None:
+def test_episodes_draw_every_fault_but_never_kill_all_api_servers() -> None:
     drawn = [episode(seed, 6) for seed in SEEDS]
     faults = [fault for one in drawn for fault in one.faults]
     assert {fault.kind for fault in faults} == set(Kind)

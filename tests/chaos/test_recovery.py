@@ -180,7 +180,7 @@ def test_hung_rank_is_noticed_and_its_requests_finish_elsewhere(service: Service
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_door_death_frees_the_pages_of_its_requests(service: Service, trials: Trials) -> None:
+def test_dead_api_servers_requests_free_their_pages(service: Service, trials: Trials) -> None:
     """Clients of the other door disconnect then, so the remaining pages are the dead door's."""
 
     def once(_number: int) -> float:

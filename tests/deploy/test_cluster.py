@@ -84,7 +84,7 @@ def test_each_actor_runs_on_the_nodes_its_labels_name(cluster: LocalCluster) -> 
     assert len(cluster.nodes_of("FrontDoor")) == 2, "one door a node"
 
 
-def test_question_on_a_session_works_at_another_door(cluster: LocalCluster) -> None:
+def test_question_on_a_session_works_at_another_api_server(cluster: LocalCluster) -> None:
     first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
     with first, second:
         *_, read = first.prefill(DOCUMENT)
@@ -105,7 +105,7 @@ def test_question_on_a_session_works_at_another_door(cluster: LocalCluster) -> N
         assert (info.prefill_groups, info.prefill_stages, info.decode_workers) == (1, 2, 1)
 
 
-def test_completions_are_answered_over_http_at_every_door(cluster: LocalCluster) -> None:
+def test_completions_are_answered_over_http_at_every_api_server(cluster: LocalCluster) -> None:
     for address in cluster.http_doors:
         with OpenAI(base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0) as client:
             (model,) = client.models.list()
@@ -113,7 +113,7 @@ def test_completions_are_answered_over_http_at_every_door(cluster: LocalCluster)
             assert reply.usage is not None and reply.usage.completion_tokens == 4
 
 
-def test_each_nodes_haproxy_sends_requests_to_both_doors(cluster: LocalCluster) -> None:
+def test_each_nodes_haproxy_sends_requests_to_both_api_servers(cluster: LocalCluster) -> None:
     """Each node's HAProxy sends requests to both doors, once it knows them and has checked their health. A
     door's metrics are at its node's address."""
     both = {f"{address.split(':')[0]}:9464" for address in cluster.doors}
@@ -126,13 +126,13 @@ def test_each_nodes_haproxy_sends_requests_to_both_doors(cluster: LocalCluster) 
                 answered.add(client.info().metrics_address)
 
 
-def test_every_door_requires_the_token(cluster: LocalCluster) -> None:
+def test_every_api_server_requires_the_token(cluster: LocalCluster) -> None:
     for address in cluster.doors:
         with DeltafrontClient(address, "another") as client, pytest.raises(Unauthenticated):
             client.info()
 
 
-def test_each_door_exports_metrics_on_its_nodes_port(cluster: LocalCluster) -> None:
+def test_each_api_server_exports_metrics_on_its_nodes_port(cluster: LocalCluster) -> None:
     """Both nodes share this machine, so the door that has the port exports the metrics of both."""
     with urllib.request.urlopen("http://127.0.0.1:9464/metrics", timeout=PATIENCE_S) as reply:
         lines = reply.read().decode().splitlines()
@@ -169,7 +169,7 @@ def test_scaled_down_decode_worker_ends_its_sessions_first(cluster: LocalCluster
         assert answer(second, 4) == 4
 
 
-def test_drain_empties_its_node_and_leaves_the_others(cluster: LocalCluster) -> None:
+def test_drain_ends_the_actors_on_its_node_and_no_others(cluster: LocalCluster) -> None:
     """Drains like the pod's preStop. No other node has room, so Serve ends the worker after drain_s."""
     decode = NODES.index("decode")
     refused = cluster.drain(0)

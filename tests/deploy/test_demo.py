@@ -114,7 +114,7 @@ def test_demo_shows_what_it_expected_after_a_wrong_answer(
     assert "Answer is expected New Bedford" in printed and f"Answer is expected {FACT.value}" in printed
 
 
-def test_demo_tells_an_error_in_one_line_with_its_log(
+def test_demo_prints_an_error_in_one_line_and_the_path_of_its_log(
     demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run(demo, monkeypatch, [Unavailable("no prefill group is running")]) == 1

@@ -91,7 +91,7 @@ def test_validation_finds_a_misspelt_field(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_service_selects_the_doors_and_their_ports(overlay: str) -> None:
+def test_kubernetes_service_selects_the_api_servers_and_their_ports(overlay: str) -> None:
     door, objects = settings(overlay).door, rendered(f"overlays/{overlay}")
     group = worker_groups(overlay)["door"]
     pod = container(group["template"])

@@ -87,7 +87,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_head_says_that_it_waits_for_redis() -> None:
+def test_ray_head_prints_that_it_waits_for_redis() -> None:
     """Runs the manifest's own command with an unknown name, a port without a listener, and then an answer."""
     command = container(templates("cpu")["head"])["command"]
     start = {

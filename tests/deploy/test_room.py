@@ -178,7 +178,7 @@ def test_tables_count_the_gpus_of_the_pods(overlay: str) -> None:
     assert sum(overlays.read(overlay).gpus.values()) == sum(limits)
 
 
-def test_every_overlay_is_in_the_table() -> None:
+def test_every_overlay_is_in_the_gpu_table() -> None:
     assert sorted(overlays.names()) == sorted(OVERLAYS)
 
 

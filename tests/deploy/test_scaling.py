@@ -120,7 +120,7 @@ def test_changing_the_configuration_loses_no_request(
     assert not any(log.again for log in logs), "a session went with its worker"
 
 
-def test_changing_the_model_mixes_no_answers(
+def test_each_answer_during_a_model_change_is_of_one_model_only(
     cluster: LocalCluster, service: Service, known: References, model: Path
 ) -> None:
     """Every answer comes from one of the two models alone. Sessions stay with the old model. The old group

@@ -121,7 +121,7 @@ def test_every_rendered_key_is_in_the_schema(overlay: str) -> None:
         (("applications", 0), "arg"),
     ],
 )
-def test_finds_a_misspelt_key_outside_the_configuration(path: tuple[Any, ...], key: str) -> None:
+def test_finds_a_misspelt_key_in_ray_serves_configuration(path: tuple[Any, ...], key: str) -> None:
     content = copy.deepcopy(serve_config("cpu"))
     inner: Any = content
     for step in path:
@@ -140,7 +140,9 @@ def test_finds_a_misspelt_key_outside_the_configuration(path: tuple[Any, ...], k
         ("door", "per_node", 0, "door.per_node"),
     ],
 )
-def test_names_a_bad_value_in_a_configuration(section: str, key: str, value: Any, named: str) -> None:
+def test_error_names_a_bad_value_in_an_overlays_configuration(
+    section: str, key: str, value: Any, named: str
+) -> None:
     content = yaml.safe_load((KUBERNETES / "overlays" / "cpu" / "config.yaml").read_text())
     content[section][key] = value
     with pytest.raises(ConfigError, match=named):

@@ -93,7 +93,7 @@ def seconds_to_no_page(client: DeltafrontClient) -> float:
         time.sleep(0.1)
 
 
-def test_answers_resume_when_their_door_is_killed(
+def test_answers_resume_when_their_api_server_is_killed(
     service: LocalService, client: DeltafrontClient, haystack: Haystack, sizes: Sizes, table: Table
 ) -> None:
     """Both doors have requests in prefill and in decode, greedy and sampled."""
@@ -126,7 +126,7 @@ def test_answers_resume_when_their_door_is_killed(
     wait_for_two_doors(service)
 
 
-def test_a_dead_doors_requests_and_sessions_are_dropped(
+def test_a_dead_api_servers_requests_and_sessions_are_dropped(
     service: LocalService, client: DeltafrontClient, sizes: Sizes, table: Table
 ) -> None:
     """Their clients do not resume, and do not see Ray's error texts."""

@@ -110,7 +110,9 @@ def tree(collector: Collector, trace: str, stages: int) -> list[Sent]:
 
 
 @pytest.mark.parametrize("edge", ["grpc", "http"])
-def test_callers_trace_spans_every_process(wire: Wire, http: str, collector: Collector, edge: str) -> None:
+def test_callers_trace_contains_spans_of_every_process(
+    wire: Wire, http: str, collector: Collector, edge: str
+) -> None:
     """The traceparent passes HAProxy and Serve, as metadata or header. The spans of door, group, stages and
     decode worker are one tree under the caller's span."""
     trace, prompt = secrets.token_hex(16), f"{secrets.token_hex(8)}: call me"

@@ -266,7 +266,7 @@ class HalfActor:
 """
 
 
-def test_type_checker_checks_calls_and_hosted_classes(tmp_path: Path) -> None:
+def test_type_checker_checks_remote_calls_and_hosted_classes(tmp_path: Path) -> None:
     (tmp_path / "deltafront").symlink_to(ROOT)
     snippet = tmp_path / "snippet.py"
     snippet.write_text(textwrap.dedent(CALLS))

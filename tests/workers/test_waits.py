@@ -91,7 +91,7 @@ async def test_closing_decode_worker_logs_that_it_still_computes(
     assert "waits for what it computes, to close decode:test" in line
 
 
-async def test_cancel_reaches_tasks_that_begin_meanwhile() -> None:
+async def test_cancel_also_reaches_tasks_started_during_the_cancel() -> None:
     kept = KeptTasks()
 
     async def cleans_up() -> None:

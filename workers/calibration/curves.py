@@ -35,7 +35,8 @@ class Curves:
     Args:
         density_LHI: Share of causal tiles that each quota keeps.
         error_LHI: Relative mean squared error of the layer's attention output.
-        fact_error_LHI: Like error_LHI, over rows with facts; error_LHI itself for a text without facts.
+        fact_error_LHI: The same error over only the rows with facts; equal to error_LHI for a text without
+            facts.
     """
 
     density_LHI: torch.Tensor

@@ -1,9 +1,9 @@
 """Searches for the Δ-layers with which sparse decode changes answers least.
 
-The search starts from the choices of `delta_layers.py`, because layers with equal losses there affect answers
-very differently. Each document is prefilled densely once. Then the answer's tokens (rows) run through the
-layers again, as decode steps would, with the pages that a choice of Δ-layers selects. Their predictions are
-compared with those of dense decode.
+The search starts from the choices of `delta_layers.py`, because layers with equal losses
+(`delta_layers.Calibration`) affect answers very differently. Each document is prefilled densely once. Then
+the answer's tokens (rows) run through the layers again, as decode steps would, with the pages that a choice
+of Δ-layers selects. Their predictions are compared with those of dense decode.
 
 Shape suffixes also: R rows, J = H / G.
 """
@@ -139,9 +139,9 @@ def search(
 ) -> tuple[Layers, float]:
     """Search the Δ-layers with the smallest mean divergence, if exactly `dense_layers` layers are dense.
 
-    Dense are the layers before the first Δ-layer, the Δ-layers, and `full_layers` after the first. For each
-    possible first Δ-layer, `choose` gives a starting point. From the best one, a greedy search moves one
-    Δ-layer at a time until no move helps.
+    The dense layers are those before the first Δ-layer, the Δ-layers, and `full_layers` after the first
+    Δ-layer. For each possible first Δ-layer, `choose` gives a starting point. From the best starting point, a
+    greedy search moves one Δ-layer at a time until no move helps.
 
     Returns:
         The Δ-layers, and their mean divergence over the texts.

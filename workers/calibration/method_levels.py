@@ -98,8 +98,8 @@ def require_thresholds(method: MethodSpec) -> None:
 
 
 def least_density(measured: Sequence[Curves], allocation: Allocation) -> float:
-    """Return the lowest mean density that can be reached, which every head's lowest density (`marginal`) or
-    threshold (`threshold`) gives. A millionth is added for rounding."""
+    """Return the lowest mean density that can be reached: with every head at its lowest density (allocation
+    `marginal`) or its lowest threshold (`threshold`). A millionth is added for rounding."""
     density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
     if allocation == "threshold":
         least = least_adjusted(density_LHI.flatten(0, 1), measured[0].quotas)

@@ -229,8 +229,8 @@ class DecodeEngine:
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         """Begin the next attempt at a prompt (`DecodeWorker.resume`).
 
-        Waits until the last attempt's writes into the pages have ended. Later ones are dropped, so that they
-        cannot overwrite KV of the next attempt.
+        Waits until the previous attempt's running writes into the pages have ended. KV that the previous
+        attempt sends later is dropped, so that it cannot overwrite KV of the next attempt.
         """
         self._check_available()
         await self._requests.being_read(request_id).pages.unused()

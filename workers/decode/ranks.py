@@ -146,7 +146,7 @@ class LeadRunner(DecodeRunner):
             return super().choose(masks)
 
     def _unsent(self, rows: Sequence[Row]) -> Sequence[Row] | None:
-        """Return the batch's rows, or None if the last ones sent to the other ranks were of the same
+        """Return the rows to send to the other ranks; None if the previous batch that was sent had the same
         requests."""
         keys = tuple(row.key for row in rows)
         if keys == self._sent:
@@ -161,7 +161,7 @@ class LeadRunner(DecodeRunner):
 
 
 class FollowerRank:
-    """A tensor-parallel rank other than 0.
+    """A tensor-parallel worker (rank > 0) that executes the calls rank 0 sends.
 
     Args:
         reader: Makes the transport's `KVReader`.
@@ -228,8 +228,8 @@ class FollowerRank:
 
 
 class InOrder:
-    """Forwards numbered calls, which may arrive in any order, in the order of their numbers, which start at
-    0. Each number is used once."""
+    """Makes numbered calls in the order 0, 1, 2, …, in whatever order they arrive. Each number is used
+    once."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call

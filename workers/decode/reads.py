@@ -68,7 +68,7 @@ def plan_reads(
         known_ids: The ids of these tokens; empty: no block is recomputed.
         extend_ids: Ids of the tokens to prefill. The last `answered` belong to the answer.
         chunk: Maximum number of tokens of one `Read`.
-        blocks: Number of blocks to recompute. Ignored if there is appended text and a session keeps it all.
+        blocks: Number of blocks to recompute. None is recomputed if a session keeps all of the appended text.
         keep_tokens: Number of first tokens that become a session. They are never recomputed, since a
             session must not depend on a question.
     """
@@ -95,11 +95,11 @@ def scored(steps: Iterable[Step], prompt: Sequence[int], top: int) -> Iterator[S
 
 
 def next_layers(read: int, here: int, layers: int) -> range:
-    """Choose the layers that a `Read` computes next, while KV arrives layer by layer. Empty if the KV of too
-    few further layers has arrived.
+    """Choose the layers that a `Read` computes next, while KV arrives layer by layer; empty: wait for more
+    KV.
 
-    Each part takes at least half of the remaining layers, and the last two layers together. A `Read` thus has
-    few parts, since each part delays other requests' tokens, and ends soon after the last layer's KV arrives.
+    A part takes at least half of the remaining layers, and at least two unless only one remains. Each part
+    delays other requests' tokens, so a `Read` has few parts. It ends soon after the last layer's KV arrives.
 
     Args:
         read: Number of layers computed so far.

@@ -45,11 +45,11 @@ class HandoffReceiver:
         await self._receiving.cancel()
 
     async def announce(self, announcement: KVAnnouncement) -> None:
-        """Copy announced KV into the request's pages. Unknown requests, other attempts and repeated messages
-        are ignored.
+        """Copy announced KV into the request's pages. Repeated announcements, and those of unknown requests
+        or other attempts, are ignored.
 
-        The sending stage gets every error, too. The request then fails unless another attempt begins before
-        its job arrives.
+        Every error also goes back to the sending stage. The request then fails unless another attempt begins
+        before its job arrives.
 
         Raises:
             HandoffError: The KV could not be copied.

@@ -288,8 +288,8 @@ class DecodeScheduler:
             self._deliver(request, choice)
 
     def _may_launch_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
-        """True if the next step probably has the same rows. It has not if a row's sampled token, which is not
-        known yet, is an end-of-sequence token."""
+        """True if the next step probably has the same rows. The guess is wrong if a row's sampled token,
+        which is not known yet, ends the answer."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._next_to_read():
             return False
         if list(requests) != self._running or self._paced:

@@ -77,7 +77,7 @@ class StepRows:
     step updates token ids and lengths on the device.
 
     Batches are padded to a few sizes and page-table widths, so that each shape can have a CUDA graph. Without
-    page selection, the widest table is used, since only ranking pages takes time for each column.
+    page selection, the widest table is used, since only page selection takes longer for a wider table.
     """
 
     def __init__(self, rows: int, pages: int, vocab: int, scratch_page: int, device: torch.device) -> None:

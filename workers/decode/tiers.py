@@ -107,8 +107,8 @@ class Tiers:
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """Load a request's prefix from disk into host memory, then reserve its pages.
 
-        If prefill stages access these pages directly, also wait until they hold all layers. Otherwise the
-        whole prefill group would wait.
+        If prefill stages access the pages directly, also wait until the KV of all layers is in the pages.
+        Otherwise the stages would wait for it, and with them every request of their group.
 
         Raises:
             DecodeFailed: The request was cancelled while it waited, or a copy failed.

@@ -144,7 +144,7 @@ def load_engine(
 
 @hosts(Rank)
 class RankActor:
-    """The Ray actor of a rank other than 0."""
+    """The Ray actor of a tensor-parallel worker with rank > 0."""
 
     def __init__(
         self, rank: int, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, _spans: SpanSink

@@ -92,8 +92,8 @@ def endless_prompts(
 
 
 def affordable(given: Sequence[Trial], dense_s: float, left_s: float) -> list[Trial]:
-    """Return as many first trials as can, with dense attention, answer `LEAST` further prompts in time; at
-    least one.
+    """Return the first trials, at least one, that together with dense attention can answer `LEAST` further
+    prompts in the time that is left.
 
     Args:
         dense_s: Seconds that dense attention took for the first prompt. A trial is assumed to take as long.

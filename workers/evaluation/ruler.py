@@ -73,7 +73,7 @@ DEPTHS = 40
 
 
 class Haystack:
-    """A text in which facts are hidden. If a prompt needs more, the text starts again."""
+    """A text in which facts are hidden. If a prompt needs a longer text, this one repeats."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name, self.text = name, " ".join(text.split())

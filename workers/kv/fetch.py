@@ -1,4 +1,4 @@
-"""Fetches KV from a decode worker, for a stage that resumes a prompt after the last prefill group died.
+"""Fetches KV from a decode worker, for a stage that resumes a prompt after its previous prefill group died.
 
 With every transport, this KV is sent as host arrays, in pieces of bounded size.
 """

@@ -4,9 +4,9 @@ A file is first written under a temporary name, so it is either complete or abse
 its KV (`host_memory.kv_form`) and a checksum of each tensor. All workers of one model and configuration may
 share a directory.
 
-A group's name is a hash of the prompt's tokens. If it were the file's name, a user who can list the directory
-could test whether a text was sent. The file's name is therefore an HMAC of the group's name with a secret of
-the directory. The file contains the group's name.
+A group's name is a hash of the prompt's tokens. If this hash were the file's name, a user who can list the
+directory could test whether a text was sent. The file's name is therefore an HMAC of the group's name with a
+secret of the directory. The file contains the group's name.
 """
 
 import contextlib

@@ -116,7 +116,7 @@ class Token:
         logprob: The token's natural log probability, before temperature, top_p and top_k. NaN for a prompt's
             first token, which has none.
         text: Set by the API server; empty while a character or a stop string is incomplete.
-        top: The likeliest tokens at this place, the likeliest first, as many as the request asks for.
+        top: The likeliest tokens at this position, the likeliest first; the request sets their number.
     """
 
     index: int

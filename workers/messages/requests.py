@@ -83,7 +83,8 @@ class RequestOptions:
 class Reservation:
     """Asks a decode worker to reserve pages for a request.
 
-    The request may extend a session or a cached prefix. It then shares the pages of these held tokens.
+    The request may extend a session or a cached prefix, whose tokens are the held tokens. It then shares
+    their pages.
 
     Attributes:
         owner: Digest of the caller, who alone may use the session; empty without authentication.

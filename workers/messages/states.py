@@ -65,7 +65,8 @@ class GroupStats(WorkerStats):
             prompts; 0: unknown.
         costs: The learned cost of each attention method.
         queue: For each admitted prompt of a method with a learned cost, the tokens still to send to the
-            stages and the seconds they will take. Tokens in flight are an entry of their own, with 0 tokens.
+            stages and the seconds they will take. A prompt's chunks in flight are a separate entry with 0
+            tokens.
     """
 
     waiting_tokens: int

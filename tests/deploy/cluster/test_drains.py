@@ -43,7 +43,7 @@ def test_draining_the_prefill_node_loses_no_request(deployed: Deployed) -> None:
     assert not load.lost
 
 
-def test_draining_the_heads_node_loses_no_request(deployed: Deployed) -> None:
+def test_draining_the_ray_heads_node_loses_no_request(deployed: Deployed) -> None:
     node = node_of(deployed.kube, "headgroup")
     with deployed.load("node of the head drained") as load:
         drained(deployed, node)

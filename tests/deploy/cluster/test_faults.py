@@ -50,7 +50,7 @@ def uids(deployed: Deployed, group: str) -> set[str]:
     return {one["metadata"]["uid"] for one in deployed.kube.pods(group, living=False)}
 
 
-def test_door_exits_soon_after_its_last_answer(deployed: Deployed) -> None:
+def test_api_server_exits_soon_after_its_last_answer(deployed: Deployed) -> None:
     """No other pod has room for its replica, so the door does not wait for one."""
     kube = deployed.kube
     name = kube.pods("door")[0]["metadata"]["name"]

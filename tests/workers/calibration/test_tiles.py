@@ -39,7 +39,7 @@ def test_shown_tiles_equal_the_tiles_a_prefill_group_computes(model: ModelSpec, 
         assert (found.density_LH == np.ones((LAYERS, HEADS))).all()
 
 
-def test_shows_tiles_under_a_correction_and_dense_short_prompts(model: ModelSpec) -> None:
+def test_shows_tiles_without_the_corrections_and_of_short_prompts(model: ModelSpec) -> None:
     ids = np.frombuffer(random_ids(TOKENS), "<u4").tolist()
     plain = tiles_read(model, ids, method_spec("streaming", {"min_tokens": 0, "window": 1}), CHUNK)
     wrapped = tiles_read(model, ids, method_spec("streaming+delta", {"min_tokens": 0, "window": 1}), CHUNK)

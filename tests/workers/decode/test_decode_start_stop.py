@@ -57,7 +57,7 @@ async def test_serves_no_request_before_the_warm_up_ends(
     assert engine._manager.pool.used == 0
 
 
-async def test_closing_leaves_no_task_running(bench: Any, tiny_stack: LayerStack) -> None:
+async def test_closing_the_decode_engine_leaves_no_task_running(bench: Any, tiny_stack: LayerStack) -> None:
     """Neither the engine's loops, nor a KV transfer that never ends."""
     run = await bench()
     before = asyncio.all_tasks() - set(run.engine._tasks)
@@ -90,7 +90,7 @@ async def test_an_engine_that_never_started_can_be_closed(tiny_stack: LayerStack
         await engine.stats()
 
 
-async def test_closing_during_the_warm_up_starts_nothing(
+async def test_engine_closed_during_its_warm_up_leaves_no_task_running(
     tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm_up, before = WarmUp(monkeypatch), asyncio.all_tasks()

@@ -85,7 +85,7 @@ async def test_requests_of_a_batch_match_their_own_grammars(
             check(answer, schema)
 
 
-async def test_next_request_in_a_batch_row_gets_no_old_mask(bench: Any, grammars: Grammars) -> None:
+async def test_next_request_in_a_batch_row_gets_no_old_grammar_mask(bench: Any, grammars: Grammars) -> None:
     run, plain = await bench(grammars=grammars), await bench()
     check(await ask(run, "a", 1, PERSON), PERSON)
     found = await asyncio.gather(ask(run, "b", 2, None, 60), ask(run, "c", 3, PERSON, 60))

@@ -192,7 +192,7 @@ AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahea
 
 @AHEAD
 @pytest.mark.parametrize("alone", [False, True], ids=["busy", "nothing else to do"])
-async def test_scheduler_stops_at_any_await(ahead: bool, alone: bool) -> None:
+async def test_scheduler_can_be_stopped_at_any_await(ahead: bool, alone: bool) -> None:
     async def stopped_at(number: int) -> bool:
         scene = Scene(ahead, alone=alone)
         acting = Acting(scene.scheduler.run(), number, scene.stop)

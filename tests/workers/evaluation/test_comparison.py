@@ -21,7 +21,7 @@ def answer(said: str, *, logp: float = 0.0, agreement: float = 1.0, density: flo
     return MeasuredAnswer((1,), said, density, density, 1.0, logp, agreement)
 
 
-def test_row_counts_lost_and_won_answers() -> None:
+def test_comparison_counts_answers_that_score_lower_or_higher() -> None:
     prompts = [TaskPrompt(task, str(n), "", "?", ("a", "b")) for n, task in enumerate("uuvv")]
     dense = [answer(said, density=1.0, logp=-0.5) for said in ("a b", "a b", "a", "")]
     row = compare("dpxa@8", prompts, [answer(said, logp=-1.0) for said in ("a b", "", "a b", "b")], dense)

@@ -113,7 +113,7 @@ def test_evaluation_ends_when_every_setting_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("calls", range(2, 9))
-def test_compares_what_was_answered_before_an_interruption(calls: int) -> None:
+def test_interrupted_evaluation_compares_the_answers_so_far(calls: int) -> None:
     table = Table(lambda *_: True)
     evaluation, ask = Evaluation(table, [Trial(GOOD), Trial(BAD)], table.clock), table.answers
 
@@ -181,7 +181,7 @@ def test_drops_a_setting_that_computes_as_much_as_dense() -> None:
     assert found({Trial(GOOD): row(0, 200, 1.2)}).setting is None
 
 
-def test_names_the_setting_with_the_highest_lower_bound() -> None:
+def test_names_the_setting_with_the_highest_lower_confidence_limit() -> None:
     rows = {Trial(GOOD): row(0, 20, 0.2), Trial(BAD): row(9, 20, 0.1), Trial(DENSE): row(0, 99, 1.0)}
     assert nearest(rows) is rows[Trial(GOOD)]
     assert nearest({Trial(GOOD): row(0, 2, 0.2)}) is None

@@ -19,7 +19,7 @@ def cache_of(dtype: torch.dtype = torch.float32, layers: range = range(2, 4)) ->
     return PagedKVCache(layers, 2, 8, 12, dtype, "cpu")
 
 
-def test_pieces_are_bounded_and_cover_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetched_kv_pieces_are_bounded_and_cover_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "PIECE_BYTES", 40 * 2 * 2 * 8 * 4)
     wanted = list(pieces("a", cache_of(), 100))
     assert [(one.layer, one.start, one.tokens) for one in wanted] == [
@@ -101,7 +101,7 @@ def source_of(**fails: Exception) -> tuple[RayKVSource, FakeRay]:
     return source, ray
 
 
-def test_pieces_arrive_in_order_while_others_are_fetched() -> None:
+def test_kv_pieces_arrive_in_order_while_later_ones_are_fetched() -> None:
     source, ray = source_of()
     wanted = [KVRange(request_id="a", layer=layer, start=0, tokens=9) for layer in range(8)]
     assert list(source.fetch("decode:x", iter(wanted))) == [(one, one) for one in wanted]

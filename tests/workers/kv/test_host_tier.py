@@ -336,7 +336,7 @@ def name_of(letters: str) -> bytes:
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_copies_any_pages_and_slots_byte_for_byte(int8: bool) -> None:
+def test_copies_pages_to_host_slots_and_back_byte_for_byte(int8: bool) -> None:
     cache = PagedKVCache(range(3), 2, 8, 12, torch.float32, "cpu", int8=int8)
     memory = HostMemory(cache, 9)
     for side in cache.sides:

@@ -42,7 +42,9 @@ def test_ignores_and_keeps_foreign_files_in_the_store(tmp_path: Path) -> None:
     assert len(list(files._folder.iterdir())) == len(strange) + 4
 
 
-def test_tolerates_files_that_vanish_while_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_kv_files_tolerates_files_that_vanish_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = made(tmp_path, *(bytes([n]) * 32 for n in range(4)))
     (files._folder / "unfinished.part").touch()
     listed, glob = [], Path.glob
@@ -57,7 +59,9 @@ def test_tolerates_files_that_vanish_while_listing(tmp_path: Path, monkeypatch: 
     assert len(KVFiles(tmp_path, "a model").saved()) == 2 and len(listed) == 5
 
 
-def test_skips_a_file_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skips_a_kv_file_that_vanishes_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files, name_in = made(tmp_path, bytes(32), bytes([1]) * 32), KVFiles._name_in
 
     def evicted(self: KVFiles, path: Path) -> bytes:
@@ -130,7 +134,7 @@ def test_worker_starts_while_others_save_to_and_evict_from_its_store(tmp_path: P
             other.join()
 
 
-def test_names_a_bad_secret_and_a_folder_it_cannot_create(tmp_path: Path) -> None:
+def test_error_names_a_bad_store_secret_or_a_folder_it_cannot_create(tmp_path: Path) -> None:
     made(tmp_path)
     (tmp_path / ".secret").write_bytes(b"short")
     with pytest.raises(StoreError, match=rf"^decode\.store: {tmp_path}/\.secret is not a secret of 32 bytes"):

@@ -219,7 +219,9 @@ works = st.sampled_from(["keep", "keep", "load", "forget", "restart"])
 @given(
     st.integers(1, 6), st.lists(st.tuples(works, words, st.sampled_from([0.0, 0.0, 3.5, 8.5])), max_size=20)
 )
-def test_disk_tier_agrees_with_a_plain_list(room: int, steps: list[tuple[str, str, float]]) -> None:
+def test_random_disk_tier_operations_agree_with_brute_force(
+    room: int, steps: list[tuple[str, str, float]]
+) -> None:
     async def run() -> None:
         disk, brute = Disk(room), Brute(room)
         for work, letters, retain_s in steps:

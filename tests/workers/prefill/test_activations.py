@@ -211,7 +211,7 @@ def test_ring_slot_is_reused_only_after_it_was_copied() -> None:
     last.abort()
 
 
-def test_chunk_is_announced_to_its_neighbour_only_when_computed() -> None:
+def test_chunk_is_announced_to_the_next_stage_only_when_computed() -> None:
     sender, receiver = OneProcess(), OneProcess()
     first, last = neighbours(sender, receiver)
     sender.happened.clear()

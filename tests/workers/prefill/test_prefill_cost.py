@@ -162,7 +162,7 @@ class Group:
         return sorted(self.errors)[int(0.9 * len(self.errors))]
 
 
-def test_first_tokens_of_crowds_are_within_15_percent_at_p90() -> None:
+def test_predicted_ttft_of_concurrent_prompts_is_within_15_percent() -> None:
     for seed in range(2):
         group = Group(seed)
         group.learn()
@@ -170,7 +170,7 @@ def test_first_tokens_of_crowds_are_within_15_percent_at_p90() -> None:
             assert group.error(prompts, tokens) < 0.15, (seed, prompts)
 
 
-def test_first_tokens_of_mixed_arrivals_are_within_15_percent_at_p90() -> None:
+def test_predicted_ttft_of_mixed_arrivals_is_within_15_percent_at_p90() -> None:
     """Prompts that arrive later and are shorter overtake."""
     for seed in range(2):
         group = Group(seed)

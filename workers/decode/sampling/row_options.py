@@ -20,7 +20,8 @@ class AnswerSoFar:
 
     Attributes:
         prompt_ids: The distinct tokens of the prompt, packed. Empty without a repetition penalty.
-        answer_ids: The answer's tokens, including those streamed before a worker failed. It grows.
+        answer_ids: The answer's tokens so far, including those streamed before a worker failed. Each sampled
+            token is appended.
         start: Position of the answer's first token.
         stop_ids: Tokens that may end the answer.
     """

@@ -84,8 +84,8 @@ class RegisteredCache(ExportedCache):
 
 @dataclass(frozen=True)
 class RegisteredKV(ExportedKV):
-    """The payload of an announcement. The word at `lease` in the stage's memory equals `serial` as long as
-    the rows belong to the request, or the slot of `gathered` has the message."""
+    """The payload of an announcement. The KV is valid while the word at `lease` in the stage's memory equals
+    `serial`: the rows still belong to the request, or the slot of `gathered` still holds the message."""
 
     cache: RegisteredCache
     lease: Span

@@ -3,7 +3,7 @@
 A row of a stage's pages has the heads of all ranks. If a rank read its heads from there, it would need a
 descriptor for each token, layer and side. So the stage copies each message into a slot of registered memory,
 where the heads of a rank are contiguous. A slot is used again once the decode worker has answered, or the
-answer has timed out. A late reader notices that from the slot's lease.
+answer has timed out. A reader that is too late detects the reuse from the slot's lease.
 """
 
 from __future__ import annotations
@@ -126,10 +126,9 @@ class GatherSlots:
 
 
 class GatherExporter:
-    """The `KVExporter` and `KVExport` of decode workers of several ranks over NIXL.
-
-    It passes KV through unchanged: `GatheringOutbox` then packs each rank's heads into staging slots. It has
-    no state of a request, so one instance serves all.
+    """`KVExporter` and `KVExport` for tensor-parallel decode workers over NIXL. Passes KV through unchanged;
+    `GatheringOutbox` then packs each rank's heads into staging slots. One instance serves all requests,
+    because it keeps no state.
     """
 
     message_bytes = MESSAGE_BYTES

@@ -1,10 +1,10 @@
 """The eviction order of cached blocks: the block whose next use is expected last is evicted first.
 
-A block learns from its own reuses how long it usually stays unused (`interval`), and its next use is expected
-that long after its last one. If that time has passed, or the block was never reused, its next use is expected
-after as long again as it has been unused, so the least recently used of such blocks goes first. The time to
-the expected use is divided by a weight that grows with a block's prefill cost: costly blocks stay longer.
-Pure; times are seconds of one clock.
+Each block learns its usual reuse interval (`interval`) from its cache hits. Its next use is expected one
+interval after its last use. A block that is overdue or was never reused, and has been unused for t seconds,
+is expected in t more seconds; among such blocks the order is LRU. The time to the expected use is divided by
+a weight that grows with the block's prefill cost, so costly blocks stay longer. Pure; times are seconds of
+one clock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CachedBlock:
         until: The time at which its retention ends.
         place: The page's index in the prompt.
         before: The name of the previous page; empty for the first.
-        used: The time at which its last request ended; infinite before the first has.
+        used: The time at which its last request ended; infinite before its first request has ended.
         interval: Seconds after which it is usually used again; 0: not known.
     """
 

@@ -123,7 +123,7 @@ def _attend_to_windows(
     q_PHD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, blocks: Sequence[int], window: int
 ) -> torch.Tensor:
     """Attend block by block. Each block attends to the keys in its window before it, and to its own new keys.
-    The n-th block's new keys are n blocks after the start of the last block."""
+    In k_GSD and v_GSD, the n-th block's new rows begin n blocks after the start of the last block."""
     parts, backend, last = [], DenseBackend(window=window), blocks[-1]
     for n, (block, q_THD) in enumerate(zip(blocks, torch.split(q_PHD, BLOCK), strict=True)):
         before, own = (
@@ -137,8 +137,8 @@ def _attend_to_windows(
 
 
 def _tiles_before(blocks: Sequence[int], heads: int, device: torch.device) -> TileMask:
-    """Return the mask with which the n-th block attends to all blocks before it and to its own new keys.
-    These are n blocks after the start of the last block."""
+    """Return the mask with which the n-th block attends to all blocks before it and to its own new keys. The
+    new keys begin n blocks after the start of the last block."""
     last = blocks[-1]
     index_BM = torch.arange(last + len(blocks), dtype=torch.int16).repeat(len(blocks), 1)
     for n, block in enumerate(blocks):

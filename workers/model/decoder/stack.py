@@ -143,7 +143,7 @@ class DecoderLayer:
 
     def _update(self, residual: Residual, update_TC: torch.Tensor, weight_C: torch.Tensor | None) -> None:
         """Store the output of attention or MLP for the next norm to add. If weight_C is given (a norm after
-        attention or MLP), instead sum it over ranks, norm it, and add it to the residual now."""
+        attention or MLP), instead all-reduce the output, norm it, and add it to the residual now."""
         if weight_C is None:
             residual.update_TC = update_TC
             return

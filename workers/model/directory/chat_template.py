@@ -48,8 +48,7 @@ class ChatTemplate:
         """Render a conversation into a prompt. Raises jinja2.TemplateError if the template refuses it.
 
         Args:
-            answer: True if the prompt ends with the beginning of the assistant's answer
-                (add_generation_prompt).
+            answer: The template's add_generation_prompt: True if the prompt ends with the assistant's header.
             variables: Further template variables, such as `bos_token`.
         """
         try:

@@ -142,8 +142,8 @@ def refuse_unscaled(overrides: Mapping[str, Any], known: int, architecture: str)
 
 
 def proposed_yarn(wanted: int, known: int, architecture: str) -> str | None:
-    """Return the rope_scaling by which makers' cards of such models extend their `known` positions to
-    `wanted`; None if no card does."""
+    """Return the rope_scaling that model cards of this architecture give to extend `known` positions to
+    `wanted`; None if none does."""
     family = FAMILIES.get(architecture)
     trained = family.yarn.get(known) if family is not None else None
     factor = math.ceil(wanted / trained) if trained else math.inf

@@ -41,15 +41,15 @@ class Linear:
         return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def gelu_gated(self, x_TI: LinearInput) -> LinearInput:
-        """Return GELU(gate) · up, like `gated`."""
+        """Return GELU(gate) · up; same output format as `gated`."""
         return geglu(self(x_TI), fp8=False)
 
     def squared(self, x_TI: LinearInput) -> LinearInput:
-        """Return ReLU², like `gated`."""
+        """Return ReLU(x · Wᵀ + b)²; same output format as `gated`."""
         return squared_relu(self(x_TI), fp8=False)
 
     def activated(self, x_TI: LinearInput, activation: Activation) -> LinearInput:
-        """Return the output of an activation that torch computes, like `gated`."""
+        """Return activation(x · Wᵀ + b), with the activation run by torch; same output format as `gated`."""
         return activation(self(x_TI))
 
     def compile(self) -> None:

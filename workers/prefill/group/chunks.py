@@ -65,7 +65,7 @@ class ChunkCost:
     """Coefficients of a chunk's cost on every stage.
 
     Attributes:
-        even: Chunks of at least this many tokens are rounded to multiples of it.
+        even: Chunks of at least `even` tokens are rounded to multiples of `even`.
     """
 
     stages: tuple[StageCost, ...]

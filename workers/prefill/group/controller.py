@@ -237,7 +237,7 @@ class PrefillController:
 
     def _end(self, request: Request, event: PrefillEvent | PrefillFailed | None) -> asyncio.Future[None]:
         """End a request with this event; do nothing if it has ended. The stages stop its chunks in flight. If
-        they have opened the request and the group is not lost, they get the close command after these.
+        the stages have opened the request and the group is not lost, the close command follows those chunks.
 
         Returns:
             A future that is done when the request's pages are free.

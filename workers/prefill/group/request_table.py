@@ -256,7 +256,8 @@ class PrefillRequests:
 
     def _queue(self, now: float) -> Iterator[tuple[int, float]]:
         """Yield the unsent tokens of each live request whose method has a learned cost, and their expected
-        seconds. Tokens in flight are a separate item with 0 tokens, since no prompt overtakes them.
+        seconds. A request's chunks in flight are a separate item with 0 tokens, since no prompt overtakes
+        them.
         """
         spent = now - self._began
         for request in self._live():
@@ -276,8 +277,8 @@ class PrefillRequests:
     def _next_turn(self, now: float) -> float | None:
         """Return the seconds after which a refused prompt should try again; None while the rate is unknown.
 
-        Each refused prompt's time is later than the last one's by the mean time to prefill a prompt of the
-        queue, up to a limit of `_LONGEST_TURN_S` or, if longer, that mean time.
+        Successive refused prompts are told times that lie one interval apart: the mean time to prefill a
+        prompt of the queue. The longest time is `_LONGEST_TURN_S`, or the interval if that is longer.
         """
         rate = self._throughput.tokens_per_second
         if rate <= 0:

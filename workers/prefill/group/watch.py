@@ -1,4 +1,5 @@
-"""Detects a stage that hangs: its answer to a command is late and it gives no sign of life.
+"""Detects a stage that hangs: its answer to a command is late and its liveness check (`pulse`) gets no
+answer.
 
 A stage runs its commands in order, so only the oldest command can be late. The watch then asks the stage for
 a sign of life, which a healthy stage gives even while it computes, compiles or waits. The watch asks again

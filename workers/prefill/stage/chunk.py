@@ -99,8 +99,8 @@ class OpenPrompt:
     """A prompt in prefill on this stage.
 
     Attributes:
-        states: The attention method's state between chunks, by layer. It is removed when a layer skips
-            queries.
+        states: The attention method's state between chunks, by layer. A layer's state is removed when the
+            layer skips queries.
         first_page: The first of pages_N if the pages are contiguous, else None.
         fetch_s: As in `ChunkWork`.
     """

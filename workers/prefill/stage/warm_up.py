@@ -1,8 +1,8 @@
 """Compiles all kernels before a stage takes requests, so that no request waits for a compiler.
 
 Most kernels do not specialise on lengths, counts and positions, so dummy prompts with a full and a partial
-chunk compile them. The others depend on the prompt's length, rounded to a power of two. For these, one tile
-of queries attends to keys of every such length.
+chunk compile them. The others specialise on the prompt's length in power-of-two buckets. For each bucket, one
+tile of queries attends to keys of the bucket's length.
 """
 
 from collections.abc import Sequence
@@ -94,16 +94,16 @@ def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
 
 
 def length_classes(longest: int) -> list[int]:
-    """Return BLOCK, 2·BLOCK, 4·BLOCK, … below `longest`, and `longest`. All lengths between two of these use
-    the same compiled kernels."""
+    """Return one length per power-of-two bucket: BLOCK, 2·BLOCK, 4·BLOCK, … below `longest`, and `longest`.
+    All lengths of a bucket use the same compiled kernels."""
     return [BLOCK << power for power in range(longest.bit_length()) if BLOCK << power < longest] + [longest]
 
 
 def _compile_for_lengths(
     stack: LayerStack, method: Attention, shortest: int, chunk_tokens: int, longest: int, layer: int
 ) -> None:
-    """Attend to keys of every length class. Up to `shortest` keys count as the beginning of a longer prompt,
-    since the method would attend densely in a prompt that short."""
+    """Run attention once per length bucket. Keys of at most `shortest` tokens are passed as the beginning of
+    a longer prompt, since the method computes a whole prompt of that length densely."""
     config = stack.config
 
     def zeros(heads: int, tokens: int) -> torch.Tensor:

@@ -68,9 +68,7 @@ def test_refuses_windows_of_unsupported_layers(tmp_path: Path, change: dict[str,
 
 
 @pytest.mark.parametrize("architecture", ["Exaone4ForCausalLM", "Cohere2ForCausalLM"])
-def test_layers_without_rope_stay_so_if_the_context_fits_the_window(
-    tmp_path: Path, architecture: str
-) -> None:
+def test_unrotated_layers_stay_so_if_the_context_fits_the_window(tmp_path: Path, architecture: str) -> None:
     raw = LLAMA31 | {"architectures": [architecture], "sliding_window": 4096, "rope_scaling": None}
     whole, short = read(tmp_path, raw), read(tmp_path, raw, {"max_position_embeddings": 4096})
     assert whole.unrotated_layers == short.unrotated_layers == tuple(range(3, 32, 4))
