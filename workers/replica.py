@@ -38,8 +38,8 @@ class Replica:
     """Base class of the Serve deployments that own a worker's actors. The actors die with the replica.
 
     A replica serves only health checks. API servers find the actors by name. When `head` is lost, the health
-    check starts new actors for the dead ones (`_build`); the others keep their loaded weights. If that fails,
-    the health check fails, and Serve starts a new replica.
+    check starts new actors for the dead ones (`_build`); live actors keep their loaded weights. If the new
+    actors do not start, the health check fails, and Serve starts a new replica.
 
     Deploy a subclass with its module's `placement(config)` and `ray_actor_options={"num_cpus":
     REPLICA_CPUS}`. Its constructor calls `_begin`, which returns once all actors have loaded and raises any

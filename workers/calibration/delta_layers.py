@@ -122,7 +122,8 @@ def selected_pages(
     map_XQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int
 ) -> torch.Tensor:
     """Return bool_XQP: the `budget` pages that each query selects (DELTA, Algorithm 2). These are the last
-    `recency` pages, up to the query's own, and the others with the best scores. X: any dimensions."""
+    `recency` pages, up to the query's own, and the remaining pages with the best scores. X: any
+    dimensions."""
     score_XQP = _page_scores(map_XQS)
     page_P = torch.arange(score_XQP.shape[-1], device=map_XQS.device)
     last_Q1 = positions_Q[:, None] // PAGE_TOKENS

@@ -1,6 +1,7 @@
 """Records which attention tiles a method computes for a prompt, by layer and head.
 
-The Δ correction's dense rows and Delta-KV's packed keys are not recorded.
+The Δ correction's dense rows and Delta-KV's packed keys (runs of similar keys merged into one weighted key)
+are not recorded.
 
 Shape suffixes also: N query blocks, M key blocks.
 """

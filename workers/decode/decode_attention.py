@@ -59,8 +59,8 @@ class LayerPlan:
         return self.roles.count(LayerRole.SPARSE)
 
     def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
-        """Return two counts for a decode step of one request, summed over the sparse layers: the pages that
-        these layers attend to, and the pages that hold their KV.
+        """Return two page counts of one request's decode step, each summed over the sparse layers: pages
+        attended to, and pages that hold these layers' KV.
 
         Args:
             length: Tokens of the request, including the one being computed.

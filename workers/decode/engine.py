@@ -2,7 +2,7 @@
 
 The event loop's thread does all bookkeeping. A compute thread runs the tensor work of `scheduler` and
 `runner`, and a hand-off thread writes received KV. Cancelling or renewing a request therefore waits for
-neither.
+neither thread.
 """
 
 import asyncio

@@ -120,7 +120,7 @@ def _chunks(start: int, ids: array[int], chunk: int) -> Iterator[Read]:
 
 
 def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
-    """Check the packed ids of the tokens before the appended ones, and return them.
+    """Check and return `packed`: the ids (little-endian uint32) of the tokens before the appended text.
 
     Raises:
         ValueError: The number of ids is wrong, or one is outside the vocabulary.

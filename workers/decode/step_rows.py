@@ -225,7 +225,7 @@ class SampledToken:
     Attributes:
         pages_attended, pages_held: The pages that sparse layers attended to in this step, and the pages that
             hold their KV, both summed over these layers.
-        top: The likeliest tokens, as many as any row of the batch asks for.
+        top: The likeliest tokens; the row of the batch that asks for most sets their number.
     """
 
     token: int

@@ -32,7 +32,7 @@ class Answers(Protocol):
 
 class Evaluation:
     """Runs an evaluation and holds all answers so far. A trial answers the prompts in order until it is
-    dropped, so each trial has answered the first prompts."""
+    dropped, so a trial's answers belong to the first prompts."""
 
     def __init__(self, model: Answers, trials: Sequence[Trial], clock: Clock = time.monotonic) -> None:
         self.prompts: list[TaskPrompt] = []
@@ -44,7 +44,8 @@ class Evaluation:
 
     def run(self, prompts: Iterable[TaskPrompt], until: float, tell: Callable[[Evaluation], None]) -> None:
         """Ask prompts until all trials are dropped or another prompt would end after `until` on the clock.
-        The first prompt is always asked, with as many trials as there is time for (`affordable`).
+        The first prompt is always asked; dense attention's time for it decides which trials run
+        (`affordable`).
 
         Args:
             tell: Called after each prompt.

@@ -52,8 +52,8 @@ def trials(settings: Sequence[str], asked: str, profile: Profile | None, tokens:
     """List the trials of an evaluation, in the order in which they are tried.
 
     Args:
-        settings: As on a command line; empty: the profile's levels, then `SETTINGS`, without those that would
-            recompute more than a quarter of a prompt, or are dense at this length.
+        settings: As on a command line; empty: the profile's levels and then `SETTINGS`, except settings that
+            recompute more than a quarter of a prompt or are dense at this length.
         asked: Where the question is: `prompt` (at its end), `session` (appended to one) or `both`.
         tokens: Length of the longest prompt.
 

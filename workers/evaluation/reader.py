@@ -1,8 +1,8 @@
 """Prefills documents with one model in one process, in chunks and with any attention method, like a prefill
 worker but without the service.
 
-Shape suffixes are those of `workers.model.decoder.stack` and `kernels.interface`; L layers, P recomputed
-rows.
+Shape suffixes are defined in `workers.model.decoder.stack` and `kernels.interface`; also L layers, P
+recomputed rows.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class PromptKey:
             prefills this prompt densely.
         lasting_tokens: Number of first tokens whose KV would be the same in a longer prompt.
         chain: Concatenated links of the full pages.
-        tail: Packed token ids after the last full page.
+        tail: Token ids (little-endian uint32) after the last full page.
         remembers: True if the request's pages go into the prefix cache when it ends.
         retain_s: Seconds for which its cached pages are evicted only after all other cached pages.
     """
@@ -65,5 +65,5 @@ class PromptKey:
         return self.root == self.exact_root
 
     def longer(self, ids: bytes) -> bytes:
-        """Return the chain of the prompt with the packed token `ids` appended."""
+        """Return the chain of the prompt with the token `ids` (little-endian uint32) appended."""
         return self.chain + chain_of(self.tail + ids, self.chain[-LINK_BYTES:])

@@ -218,7 +218,8 @@ class PrefillJob:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateJob:
-    """Asks a decode worker to generate the answer of a request that has a reservation.
+    """Asks a decode worker to generate the answer of a request that has a reservation. Packed ids are
+    little-endian uint32.
 
     Attributes:
         extend_ids: Packed ids of the tokens that the decode worker prefills: text after a session or cached

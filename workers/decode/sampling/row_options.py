@@ -19,7 +19,8 @@ class AnswerSoFar:
     """The tokens before the next sampled one, for options that depend on them, such as penalties.
 
     Attributes:
-        prompt_ids: The distinct tokens of the prompt, packed. Empty without a repetition penalty.
+        prompt_ids: The distinct tokens of the prompt (little-endian uint32); empty without a repetition
+            penalty.
         answer_ids: The answer's tokens so far, including those streamed before a worker failed. Each sampled
             token is appended.
         start: Position of the answer's first token.

@@ -126,7 +126,7 @@ class RequestPages:
     def divert(self, places: Sequence[int]) -> None:
         """Replace the table's pages at these indices by unshared ones, for recomputed blocks.
 
-        The replaced pages return to the pool with the others. No later step writes to them.
+        The replaced pages return to the pool with the request's other pages. No later step writes to them.
 
         Raises:
             ValueError: More pages than were reserved for this.

@@ -100,8 +100,8 @@ class StoreTier:
         """Find the groups on disk that hold a prompt's pages from page `first` on.
 
         Returns:
-            The names of the first groups, as many as fit into host memory, and whether all of them were
-                prefilled densely.
+            The names of the first groups, limited to what fits into host memory, and whether all of them were
+            prefilled densely.
         """
         names: list[bytes] = []
         for group in range(first // GROUP_PAGES, len(key.chain) // (LINK_BYTES * GROUP_PAGES)):

@@ -43,7 +43,8 @@ class LayerAttention(Protocol):
         """Compute the attention of rotated queries. Their K and V have been written to `kv_rows`.
 
         Returns:
-            out_THD of those last rows that later layers need; None if they need none.
+            out_THD of the rows that later layers need, always the last rows; None if later layers need no
+            row.
         """
 
 

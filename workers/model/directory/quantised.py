@@ -90,8 +90,8 @@ class Quantised:
         return tuple(name for part in self.parts(1, 1) for name in part.names if name != "weight")
 
     def matrices(self, names: Iterable[str]) -> frozenset[str]:
-        """Return `X.` for each quantised matrix X.weight: those with other parts than X.weight among
-        `names`."""
+        """Return `X.` for each quantised matrix X.weight. A matrix is quantised if `names` has one of its
+        further parts, such as scales."""
         suffixes = tuple(f".{suffix}" for suffix in self.suffixes)
         ends = {name: next((end for end in suffixes if name.endswith(end)), None) for name in names}
         return frozenset(name.removesuffix(end) + "." for name, end in ends.items() if end)

@@ -86,7 +86,7 @@ def _launch_bound(report: ChunkReport) -> float:
 
 
 class Pace:
-    """Computes how long a chunk may take before its stage is asked for a sign of life (`watch`).
+    """Computes how long a chunk may take before its stage is pinged (`watch`).
 
     The limit is slack_s plus twice the time that the chunk would take at the speed of the request's last
     chunk. A request's first chunk is compared with the latest first chunk of the same attention method.

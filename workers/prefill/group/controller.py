@@ -46,7 +46,7 @@ class PrefillController:
     Args:
         end_stages: Called once when the group is lost, with the number of the stage that hangs, or None. It
             must make every outstanding call to a stage raise an error.
-        pulse: Asks the stage of this number for a sign of life.
+        pulse: Pings the stage of this number.
         work: The work of each stage's layers, from which `ChunkSizes` chooses chunks.
     """
 

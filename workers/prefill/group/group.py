@@ -156,7 +156,7 @@ class StageActor:
         return self._stage
 
     def pulse(self) -> int:
-        """Return the process id, as a sign of life. The stage answers even while it computes."""
+        """Answer a ping, with the process id. The stage answers even while it computes."""
         return os.getpid()
 
     def compilations(self) -> Phases:

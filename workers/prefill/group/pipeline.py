@@ -25,7 +25,7 @@ class Pipeline:
 
     Args:
         on_entry_free: Called when the first stage has finished a chunk.
-        slack_s: Seconds that a command may take before its stage is asked for a sign of life.
+        slack_s: Seconds that a command may take before its stage is pinged (`watch`).
     """
 
     def __init__(

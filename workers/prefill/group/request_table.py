@@ -88,8 +88,8 @@ class Request:
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
         """Make the command for the next chunk, and count its tokens as sent.
 
-        If a resumed prompt starts where a new one would be cut, it is cut at the same tokens from there on,
-        so that results are bitwise equal.
+        If a resumed prompt starts at a chunk boundary of a new prompt, both are cut at the same tokens from
+        there on, so that results are bitwise equal.
         """
         method, start, total = self.job.method, self.sent, self.job.tokens
         if not self._next_sizes:

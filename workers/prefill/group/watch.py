@@ -1,9 +1,8 @@
-"""Detects a stage that hangs: its answer to a command is late and its liveness check (`pulse`) gets no
-answer.
+"""Detects a stage that hangs: its answer to a command is late, and it does not answer a ping (`pulse`).
 
-A stage runs its commands in order, so only the oldest command can be late. The watch then asks the stage for
-a sign of life, which a healthy stage gives even while it computes, compiles or waits. The watch asks again
-until the command is answered or has taken `stall_s`.
+A stage runs its commands in order, so only the oldest command can be late. The watch then pings the stage. A
+healthy stage answers even while it computes, compiles or waits. The watch repeats the ping until the command
+is answered or has taken `stall_s`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 CHECK_S = 0.25
 """Seconds between two checks. A longer gap counts as at most twice this, in case this process was paused."""
 PULSE_S = 3.0
-"""Seconds that a sign of life may take. Triton holds Python's GIL for up to 2.1 s while it compiles
+"""Seconds that the answer to a ping may take. Triton holds Python's GIL for up to 2.1 s while it compiles
 (docs/log/2026-11-22.md at 4fe709c6)."""
 ASK_AGAIN_S = 1.0
 
@@ -32,8 +31,8 @@ class ExpectedAnswer:
         allowed: Returns the seconds that the command may take once the stage can start it.
         after: The previous stage's answer for the same chunk. This stage cannot start before it.
         waited: Seconds since the stage could start the command.
-        silent: Seconds since the stage was asked for a sign of life.
-        asked_again: The value of `waited` at which to ask the stage again.
+        silent: Seconds since the stage was pinged.
+        asked_again: The value of `waited` at which to ping the stage again.
     """
 
     stage: int
@@ -51,9 +50,9 @@ class StageWatch:
     """Watches the stages' unanswered commands.
 
     Args:
-        pulse: Asks the stage of this number for a sign of life.
+        pulse: Pings the stage of this number.
         hangs: Called with the number of a stage that hangs, and a description of the fault.
-        stall_s: Seconds after which a stage counts as hanging even if it gives signs of life.
+        stall_s: Seconds after which a stage counts as hanging even if it answers pings.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class StageWatch:
             expected.asking.add_done_callback(self._asking.discard)
 
     async def _ask(self, expected: ExpectedAnswer) -> None:
-        """Ask for a sign of life. An error is ignored: if the stage is dead, Ray fails its commands."""
+        """Ping the stage. An error is ignored: if the stage is dead, Ray fails its commands."""
         with contextlib.suppress(Exception):
             await self._pulse(expected.stage)
         expected.asking, expected.silent, expected.asked_again = None, 0.0, expected.waited + ASK_AGAIN_S
