@@ -82,7 +82,7 @@ def test_prometheus_selects_monitors_without_a_release_label() -> None:
     }
 
 
-def test_guide_names_the_versions_that_are_tested() -> None:
+def test_guide_uses_the_tested_kuberay_and_image_versions() -> None:
     assert "--version 1.7.0 " in earlier(INSTALLED_BY["RayService"])
     image = earlier("docker buildx build --push ").split(" -t ")[1].split()[0]
     (tag,) = re.findall(r"newTag: (\w+)", (KUBERNETES / "overlays/one-gpu/kustomization.yaml").read_text())

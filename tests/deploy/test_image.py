@@ -54,7 +54,7 @@ def test_image_installs_the_server_and_tracing_extras() -> None:
     assert done.stdout.splitlines() == [*project["dependencies"], *server, *tracing]
 
 
-def test_kernels_are_cached_on_a_volume() -> None:
+def test_compiled_kernels_are_cached_on_a_volume() -> None:
     (cache,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", last_stage())
     for overlay in OVERLAYS:
         for template in templates(overlay).values():

@@ -169,7 +169,7 @@ def test_gpu_tables_match_the_kustomize_output(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_tables_count_the_gpus_of_the_pods(overlay: str) -> None:
+def test_gpu_table_counts_the_gpus_that_pods_request(overlay: str) -> None:
     limits = [
         group["replicas"]
         * quantity(container(group["template"])["resources"]["limits"].get("nvidia.com/gpu", 0))

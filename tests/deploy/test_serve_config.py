@@ -51,7 +51,7 @@ def problems(content: Object) -> list[str]:
     return found
 
 
-def test_patches_are_made_from_the_configurations() -> None:
+def test_committed_serve_patches_match_the_overlays_configurations() -> None:
     build_module = generator()
     assert [path.name for path in build_module.overlays()] == sorted(OVERLAYS)
     for overlay in build_module.overlays():

@@ -100,7 +100,7 @@ async def test_drain_ends_at_its_deadline_and_says_what_is_left(caplog: pytest.L
 
 
 @timeless
-async def test_drain_ends_only_at_a_check_that_finds_the_worker_idle() -> None:
+async def test_drain_ends_only_at_a_poll_that_finds_the_worker_idle() -> None:
     """Draining ends only at a check, so that a request that arrives between two checks is seen."""
     head, looks, clock = Head(IDLE), list[float](), asyncio.get_running_loop().time
     stats = head.stats
@@ -148,7 +148,7 @@ def dead() -> Iterator[Exception]:
     yield RayTaskError("drain", "", RuntimeError("x"))
 
 
-async def test_serve_drains_the_head_only_once() -> None:
+async def test_serve_drains_the_head_actor_only_once() -> None:
     calls: list[float] = []
     owner = Owner(actor(calls))
     await owner.__del__()
@@ -156,7 +156,7 @@ async def test_serve_drains_the_head_only_once() -> None:
     assert owner.__del__() is None
 
 
-async def test_drain_does_not_wait_for_a_dead_head() -> None:
+async def test_drain_does_not_wait_for_a_dead_head_actor() -> None:
     for error in dead():
         calls: list[float] = []
         await Owner(actor(calls, error)).__del__()

@@ -133,7 +133,7 @@ def expected(model: ModelSpec) -> tuple[bytes, list[int]]:
     return ids, asyncio.run(answer())
 
 
-async def test_mapped_kv_gives_the_answer_of_sent_kv_without_copies(
+async def test_mapped_kv_gives_the_same_answer_as_sent_kv_without_copies(
     pair: Pair, expected: tuple[bytes, list[int]]
 ) -> None:
     ids, answer = expected

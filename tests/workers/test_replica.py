@@ -82,7 +82,7 @@ async def test_replaces_a_head_actor_that_is_lost_silent_or_dead(
     assert built == ["again"], "a head that is well is left alone"
 
 
-async def test_concurrent_checks_replace_a_lost_head_once(killed: list[Any]) -> None:
+async def test_concurrent_health_checks_replace_a_lost_head_actor_once(killed: list[Any]) -> None:
     built: list[str] = []
 
     async def lost_in_a_moment() -> str:
@@ -96,7 +96,7 @@ async def test_concurrent_checks_replace_a_lost_head_once(killed: list[Any]) -> 
     assert built == ["again"] and len(killed) == 1
 
 
-async def test_late_check_does_not_replace_the_new_head(
+async def test_late_health_check_does_not_replace_the_new_head_actor(
     killed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "HEAD_PATIENCE_S", 60.0)

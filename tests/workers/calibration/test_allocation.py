@@ -52,6 +52,6 @@ def test_allocation_considers_only_the_lower_convex_hull() -> None:
     assert lower_hull(points) == [(0.1, 1.0, 0.0), (0.3, 0.4, 0.2), (0.9, 0.0, 0.4)]
 
 
-def test_refuses_a_budget_below_sink_and_window() -> None:
+def test_refuses_a_density_below_that_of_sink_and_window() -> None:
     with pytest.raises(ValueError, match=r"density of 0\.05 .* alone take 0\.1500"):
         allocate([[(0.1, 1.0, 0.0)], [(0.2, 1.0, 0.0)]], 0.05)

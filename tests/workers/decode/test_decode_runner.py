@@ -163,7 +163,7 @@ def test_cuda_graphs_sample_the_same_tokens_as_eager_steps(tmp_path: Path, dtype
     assert graphs._graphs is captured, "nothing is captured later"
 
 
-def test_step_uses_slices_of_fixed_buffers_and_pads_after_requests() -> None:
+def test_decode_step_uses_fixed_buffers_and_pads_after_the_requests() -> None:
     device, pages = torch.device("cpu"), (3, 600, 2)
     rows = StepRows(rows=6, pages=2000, vocab=198, scratch_page=5000, device=device)
     made = [

@@ -89,7 +89,7 @@ def test_repetition_penalty_and_min_p_match_transformers() -> None:
     assert torch.equal(kept, MinPLogitsWarper(0.2)(None, logits.clone()) > -torch.inf)
 
 
-def test_sampling_counts_its_tokens_for_later_penalties() -> None:
+def test_sampled_tokens_count_for_later_penalties() -> None:
     logits = logits_of(1, seed=1)
     order = logits[0].argsort(descending=True).tolist()
     given = sampling_rows([row(Sampling(presence_penalty=2.0, frequency_penalty=2.0), [], [])], VOCAB, CPU)

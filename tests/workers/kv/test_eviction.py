@@ -88,7 +88,7 @@ def test_shared_beginning_is_not_evicted_with_an_old_leaf() -> None:
     assert cache.evict(2) == [2, 3], "page 1 is expected in a second"
 
 
-def test_retained_pages_that_hit_often_have_one_expiry_entry_each() -> None:
+def test_often_hit_retained_pages_have_one_expiry_entry_each() -> None:
     clock = Clock()
     cache = PrefixCache(clock)
     cache.add(b"", bytes(range(48)), [0, 1, 2], 3600.0)

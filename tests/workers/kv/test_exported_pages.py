@@ -62,7 +62,7 @@ def test_contiguous_pages_are_joined_into_runs() -> None:
             row_runs(range(6), start, tokens)
 
 
-def test_splits_runs_where_either_side_is_not_contiguous() -> None:
+def test_splits_row_runs_where_either_cache_is_not_contiguous() -> None:
     assert list(paired_runs([(64, 48)], [(0, 16), (32, 32)])) == [(64, 0, 16), (80, 32, 32)]
     for seed in range(50):
         rng = random.Random(seed)
@@ -203,7 +203,7 @@ def test_pages_stay_allocated_until_their_announcement_is_sent(way: Way) -> None
 # --- refusals ---------------------------------------------------------------------------------------------
 
 
-async def test_ended_request_copies_nothing(way: Way) -> None:
+async def test_no_kv_is_copied_for_an_ended_request(way: Way) -> None:
     bench = Bench(way)
     bench.announce(range(4), 0, 32)
     assert await bench.deliver(bench.ray.sent[0], None) is None

@@ -28,7 +28,7 @@ def names_in(files: KVFiles) -> set[bytes]:
     return {name for name, _date in files.saved()}
 
 
-def test_ignores_and_keeps_foreign_files_in_the_store(tmp_path: Path) -> None:
+def test_ignores_and_keeps_foreign_files_in_the_kv_store(tmp_path: Path) -> None:
     files = made(tmp_path, bytes(32))
     [ours] = files._folder.glob("*.safetensors")
     strange = ["notes.safetensors", f"{bytes(32).hex()}.safetensors"]

@@ -264,7 +264,7 @@ def test_mapped_stage_announces_a_chunk_once_and_copies_no_kv() -> None:
     assert stream.close() and len(opener.closed) == 1
 
 
-def test_stage_ends_if_the_decode_worker_it_maps_was_replaced() -> None:
+def test_stage_exits_if_the_decode_worker_it_maps_was_replaced() -> None:
     """Otherwise the stage would write KV to memory that no worker reads, and the answer would use stale
     pages."""
 

@@ -173,7 +173,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-async def test_refuses_a_wrong_payload(case: str) -> None:
+async def test_refuses_a_malformed_kv_payload(case: str) -> None:
     with pytest.raises(HandoffError, match="KV of r, layer 1 at 16"):
         await pull(
             KVAnnouncement(request_id="r", layer=1, start=16, tokens=2, payload=WRONG[case]),

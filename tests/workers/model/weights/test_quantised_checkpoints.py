@@ -218,7 +218,7 @@ def test_error_names_quantisation_settings_that_contradict_shapes(
     assert f"'{DOWN}weight' cannot be computed" in str(caught.value) and says in str(caught.value)
 
 
-def test_notes_say_in_which_dtype_quantised_weights_are_held(tmp_path: Path) -> None:
+def test_load_notes_say_in_which_dtype_quantised_weights_are_held(tmp_path: Path) -> None:
     write(tmp_path, "GPTQ")
     weights, scales = quantisation_notes(tmp_path, "bfloat16")
     assert weights == (
