@@ -247,7 +247,7 @@ class InOrder:
 class RanksReader:
     """A `KVReader` that makes each rank copy its own heads. It calls `lose` when a rank is gone.
 
-    The pages stay in use until all ranks have finished, so that a resumed prompt waits for all of them.
+    The pages stay in use until all ranks have finished copying. A resumed prompt waits until then.
     """
 
     def __init__(self, own: KVReader, ranks: Sequence[Rank], lose: Callable[[BaseException], None]) -> None:

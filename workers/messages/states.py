@@ -86,8 +86,8 @@ class GroupStats(WorkerStats):
     def recent(self) -> bool:
         """True if the group's rate and costs were measured recently, so that requests may be refused by them.
 
-        Only further prefill updates the measurements. If old ones, slow because kernels were compiled, led to
-        the refusal of all prompts, they would never improve.
+        Only further prefill updates the measurements. If old measurements, slow because kernels were
+        compiled, led to the refusal of all prompts, no prefill would update them.
         """
         return self.idle_s < RATE_LASTS_S
 

@@ -1,7 +1,7 @@
 """Exports a stage's pages, so that a decode worker can copy KV directly from them.
 
-`MessageStream.close` returns True once another request may use the pages. How a decode worker detects that it
-has copied KV after that time depends on the transport.
+`MessageStream.close` returns True once another request may use the pages. A decode worker must discard KV
+that it copied later; how it detects this depends on the transport.
 """
 
 from collections.abc import Callable, Sequence

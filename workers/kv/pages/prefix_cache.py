@@ -167,7 +167,8 @@ class PrefixCache:
                 self._rank(self._remove(page))
 
     def _remove(self, page: int) -> int | None:
-        """Remove a page. Returns the cached page before it, if no other cached page follows that one."""
+        """Remove a page. Returns the page before it in the prompt, if that page is cached and no other cached
+        page follows it."""
         block = self._blocks.pop(page)
         del self._pages[block.name]
         others = self._following.pop(block.before, 1) - 1

@@ -1,9 +1,9 @@
 """Digests that identify a model and its adapter.
 
 `model_digest` covers the decoder's configuration with overrides, and the name, dtype, shape and first bytes
-of each tensor. Profiles contain it. `content_digest` covers every byte of the weights. Files of cached KV
-contain it, since KV of another model would make wrong answers. `mark_complete` checks downloaded files
-against their published digests.
+of each tensor. Profiles contain the model digest. `content_digest` covers every byte of the weights. Files of
+cached KV contain the content digest, since KV of another model would make wrong answers. `mark_complete`
+checks downloaded files against their published digests.
 """
 
 import contextlib
