@@ -118,7 +118,7 @@ def nodes(kube: Kube) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("overlay", FETCHING)
-def test_every_pod_is_scheduled_on_a_node(kube: Kube, nodes: None, overlay: str) -> None:
+def test_kubernetes_schedules_every_pod_on_a_suitable_node(kube: Kube, nodes: None, overlay: str) -> None:
     objects = [moved(one) for one in rendered(f"overlays/{overlay}")]
     (claim,) = [one for one in objects if one["kind"] == "PersistentVolumeClaim"]
     (mode,) = claim["spec"]["accessModes"]
