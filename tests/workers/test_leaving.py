@@ -66,7 +66,7 @@ async def test_drain_ends_once_the_worker_has_stayed_idle(states: tuple[Any, ...
 
 
 @timeless
-async def test_drain_lasts_while_api_servers_renew_an_idle_worker() -> None:
+async def test_drain_lasts_while_an_api_server_renews_leases() -> None:
     head, stop = Head(IDLE), asyncio.Event()
 
     async def door() -> None:

@@ -207,9 +207,10 @@ class PrefixCache:
         return others
 
     def settle(self, pages: Iterable[int]) -> None:
-        """Let evictable pages be evicted in order, because a tier below has copied them or there is none.
+        """Put evictable pages into the eviction order: the tier below has copied them, or there is no tier
+        below.
 
-        Before that they are evicted only if the order of eviction is empty.
+        Evictable pages that are not settled are evicted only if the eviction order is empty.
         """
         for page in pages:
             evictable = self._evictable(page)
