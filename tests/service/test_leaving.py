@@ -43,7 +43,7 @@ def test_disconnect_at_any_moment_frees_everything(
     except (Cancelled, Unavailable, ValueError):
         pass
     timer.join()
-    assert not house.decode._sessions
+    wait_until(lambda: not house.decode._sessions, "a session is left")
     nothing_left(house)
     assert set(house.group.cancelled) <= {job.request_id for job in house.group.jobs}
 

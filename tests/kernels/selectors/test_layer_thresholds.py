@@ -67,7 +67,7 @@ def test_thresholds_depend_on_layer_and_prompt_length() -> None:
 
 @pytest.mark.parametrize("name", SCORED)
 def test_refuses_a_density_without_thresholds(name: str) -> None:
-    with pytest.raises(KernelInputError, match=r"density = 0.08 stands for thresholds by layer and head"):
+    with pytest.raises(KernelInputError, match=r"density = 0.08 needs thresholds for each layer and head"):
         selector_of(name, None, density=0.08)
     state = spec_of(structured_input(300, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE))
     for outside in (0, 1):

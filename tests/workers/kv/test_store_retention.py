@@ -163,6 +163,16 @@ async def test_evicts_a_prompts_last_blocks_first_from_disk() -> None:
         assert disk.found("abcd") == 2 - restart
 
 
+async def test_evicts_last_blocks_first_from_disk_after_their_retention() -> None:
+    disk = Disk(room=3)
+    await disk.keep("ba", 3.5)
+    disk.clock.now += 3
+    await disk.keep("a", 0.0)
+    disk.clock.now += 1
+    await disk.keep("aa", 0.0)
+    assert [disk.found(letters) for letters in ("ba", "aa")] == [1, 2]
+
+
 @dataclass
 class Group:
     """A group in the list. `place`: its position in the order of eviction."""

@@ -284,6 +284,7 @@ class PrefixCache:
             heapq.heappush(self._ends, (until, page))
 
     def _end_retention(self, now: float) -> None:
+        over = set[int]()
         while self._ends and self._ends[0][0] <= now:
             end, page = heapq.heappop(self._ends)
             if self._soonest.get(page) == end:
@@ -293,7 +294,10 @@ class PrefixCache:
             until = self._blocks[page].until
             if until > now:
                 self._push_end(page, until)
-                continue
+            else:
+                over.add(page)
+        # In the order in which they became evictable, which has a prompt's last page before its first.
+        for page in [page for page in self._retained.pages if page in over] if over else ():
             self._idle.pages[page] = self._retained.pages.pop(page)
             self._retained.order.discard(page)
             if self._blocks[page].name not in self._following:
