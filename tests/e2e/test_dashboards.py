@@ -68,8 +68,10 @@ def of_rules() -> dict[str, str]:
     return asked
 
 
-EMPTY_HERE = ("DeltafrontAbsent: 0", "DeltafrontCertificateEnds: 0")
-"""Conditions without data, because this service has a door and no certificate."""
+EMPTY_HERE = (
+    "DeltafrontAbsent: 0", "DeltafrontCertificateEnds: 0", "sparsity: Measured score: {{setting}}",
+)  # fmt: skip
+"""Queries without data, because this service has a door, no certificate, and no profile of `evaluate`."""
 
 
 _JOINT = re.compile(r"\s(?:(?:and|or|unless)\b(?:\s+on\s*\([^)]*\))?|[<>]=?|[=!]=)\s")
