@@ -140,6 +140,9 @@ class LocalGatheringOutbox(LocalOutbox):
         gathered, lease, _give_back = self._slots.gather(announcement.payload)
         self._outbox.send_kv(delivery, replace(announcement, payload=self._payload(gathered, lease)))
 
+    def send_logits(self, delivery: Delivery, message: FirstLogits) -> None:
+        self._outbox.send_logits(delivery, message)
+
 
 def gathering_sender(way: ByNixl, outbox: LocalOutbox, cache: PagedKVCache, ranks: int) -> MessageSender:
     gathering = LocalGatheringOutbox(outbox, cache, way.agent(), ranks)
@@ -203,11 +206,12 @@ async def test_in_process_transport_delivers_the_kv_a_stage_computed(bench: Any)
 
 @pytest.mark.parametrize("transport", ["object_store", "cuda_ipc", "nixl"])
 async def test_every_transport_delivers_the_kv_a_stage_computed(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, transport: str
+    request: pytest.FixtureRequest, bench: Any, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
+    ranks = request.config.getoption("--ranks")
     wanted = await (await bench()).ask("a", ids_of(70), SHORT)
     outbox, config = LocalOutbox(), HandoffConfig(transport=transport)  # type: ignore[arg-type]
-    monkeypatch.setitem(TRANSPORTS, transport, without_ray_and_gpu(transport, outbox))
+    monkeypatch.setitem(TRANSPORTS, transport, without_ray_and_gpu(transport, outbox, ranks))
     run = await bench(reader=partial(kv_reader, config))
     outbox.receiver = EngineReceiver(run.engine)
     answer = await answer_by(run, partial(kv_sender, config))
