@@ -66,7 +66,7 @@ class Fleet:
         self._renew_s = renew_s
         self._pairing = pairing
         self._others: bool | None = None
-        """Whether workers of other configurations exist; None before the first poll."""
+        """True if workers of other configurations exist; None before the first poll."""
         self._handles = WorkerHandles({}, {})
         self._held: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()

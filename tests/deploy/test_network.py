@@ -116,7 +116,7 @@ def test_network_policy_peers_are_selected_pods_or_named_namespaces(overlay: str
 
 
 def reached(overlay: str, labels: Labels) -> list[tuple[Object | None, set[int]]]:
-    """Whom a pod may connect to, and at which ports; None: anybody, no ports: all of them."""
+    """Return the peers of a pod's egress rules, and their ports. None: any peer; no ports: all ports."""
     found: list[tuple[Object | None, set[int]]] = []
     for policy in policies(overlay):
         if "Egress" in policy["policyTypes"] and selects(policy["podSelector"], labels):

@@ -78,7 +78,7 @@ class ControlTokens:
         self.may_be_normalised = state["normalizer"] is not None and any(
             token["normalized"] for token in self._tokens.values()
         )
-        """Whether the normaliser may turn a text without control tokens into one with them."""
+        """True if the normaliser may turn a text without control tokens into one with them."""
 
     def find(self, text: str) -> list[str]:
         return [match.group() for match in self._matches(text)]

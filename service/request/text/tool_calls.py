@@ -179,7 +179,7 @@ class ToolCallParser:
         self._schemas = form.schemas(tools)
         self._held = ""
         self._calling: bool | None = None if not form.trigger else False
-        """Whether the next text belongs to a call; None before the answer has begun."""
+        """True if the next text belongs to a call; None before the answer has begun."""
         self._arguments: _JsonEnd | ParameterReader | None = None
         self.calls = 0
 

@@ -191,7 +191,7 @@ def test_refuses_too_long_prompts_answers_and_bodies_with_codes(api: openai.Open
 def test_refuses_max_tokens_that_do_not_fit_and_cuts_default_lengths(
     make_house: Callable[..., House], make_http: Any, connect: Open
 ) -> None:
-    """As in OpenAI's API, `max_tokens` must fit; without it the answer ends at the model's last position."""
+    """OpenAI's API requires that `max_tokens` fits. Without it the answer ends at the last position."""
     house = make_house(model_name=MODEL, default_max_tokens=100)
     api, prompt = connect(make_http(house)), "x" * 8181
     error = refusal(lambda: complete(api, prompt, max_tokens=11), openai.BadRequestError)

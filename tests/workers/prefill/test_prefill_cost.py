@@ -1,4 +1,4 @@
-"""What a group learns of its speed, against synthetic chunks of known cost."""
+"""Compares the prefill cost that a group learns with that of synthetic chunks."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ EXAMPLES = [
     "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>"
     "<arg_key>{arg-key-2}</arg_key><arg_value>{arg-value-2}</arg_value></tool_call>",
 ]
-"""As the models' own chat templates describe calls."""
+"""Calls in the form that the models' own chat templates describe."""
 
 
 @pytest.mark.parametrize(("form", "example"), [*zip(FORMATS[:3], EXAMPLES, strict=True)])

@@ -116,7 +116,7 @@ def test_reads_the_trained_length_from_a_top_level_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", [32768, 40960, 131072])
 def test_yarn_multiplies_the_trained_length_by_its_factor(tmp_path: Path, said: int) -> None:
-    """As in vLLM, positions are `factor` times the trained length; max_position_embeddings is ignored."""
+    """Positions are `factor` times the trained length, and max_position_embeddings is ignored, as in vLLM."""
     yarn = SAVED_BY_TRANSFORMERS_5 | {"rope_parameters": YARN, "max_position_embeddings": said}
     assert read(tmp_path, yarn).positions == 131072
     assert read(tmp_path, yarn, {"max_position_embeddings": 65536}).positions == 65536
