@@ -48,9 +48,11 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# No deadline, because a busy machine makes examples slow.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+# No deadline, because a busy machine makes examples slow. The same examples at every run, so that only a
+# change can break a test; `pytest --hypothesis-profile=random` looks for new ones.
+settings.register_profile("random", deadline=None)
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
 TOGETHER = {
     "tests/e2e/": "end to end",
