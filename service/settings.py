@@ -71,6 +71,12 @@ class DoorConfig:
     token_tokens: Count | None = None
     """The most tokens of KV cache, including sessions, that one bearer token may hold, unless its line in
     `tokens_file` says otherwise."""
+    token_requests_per_minute: Count | None = None
+    """The most requests a minute of one bearer token, unless its line in `tokens_file` says otherwise. Each
+    door permits an equal share."""
+    token_tokens_per_minute: Count | None = None
+    """The most tokens a minute, prefilled or answered, of one bearer token; likewise (see
+    `service/request/rates.py`)."""
     tls_certificate: File | None = None
     """A PEM file. With it every door also serves gRPC with TLS on tls_port. A changed file is read again."""
     tls_key: File | None = None
@@ -121,6 +127,16 @@ class DoorConfig:
     """How often a door renews its requests' leases (`stream_lease_s` of workers)."""
 
     @property
+    def token_limits(self) -> tuple[int | None, ...]:
+        """Return a caller's usual limits, in the order of `Quota`."""
+        return (
+            self.token_requests,
+            self.token_tokens,
+            self.token_requests_per_minute,
+            self.token_tokens_per_minute,
+        )
+
+    @property
     def metrics_at(self) -> str:
         return self.metrics_host or self.host
 
@@ -132,7 +148,7 @@ class DoorConfig:
                 f"door.model_name = {self.model_name!r}: is an id, of letters, digits and {_ID_MARKS}; "
                 "what people are shown is door.display_name"
             )
-        if self.tokens_file is None and (self.token_requests or self.token_tokens):
+        if self.tokens_file is None and any(self.token_limits):
             yield "door.tokens_file: missing, and without it there is no token to limit"
         if (self.tls_certificate is None) != (self.tls_key is None):
             yield "door.tls_certificate and door.tls_key: both are needed, or none"

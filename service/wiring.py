@@ -23,6 +23,7 @@ from deltafront.service.request.calls import SamplingParams
 from deltafront.service.request.check import Limits, model_sampling
 from deltafront.service.request.context import Resources
 from deltafront.service.request.handler import CancelAtOtherDoors, RequestHandler, no_other_doors
+from deltafront.service.request.rates import Rates
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.service.settings import DoorConfig
 from deltafront.service.tracing import Tracing
@@ -101,6 +102,7 @@ def request_handler(
         lambda: (use for worker in fleet.view.workers.values() for use in worker.uses),
         fleet.poll_shared,
         door.max_requests,
+        Rates(door.replicas),
     )
     resources = Resources(
         door=door_id,
@@ -220,7 +222,7 @@ def authenticator(door: DoorConfig, gate: Gate | None = None) -> Authenticator:
     if door.tokens_file is None:
         return Authenticator(None, gate)
     try:
-        tokens = TokenFile(door.tokens_file, Quota(door.token_requests, door.token_tokens))
+        tokens = TokenFile(door.tokens_file, Quota(*door.token_limits))
     except (OSError, ValueError) as error:
         raise ConfigError(f"door.tokens_file: {error}") from None
     return Authenticator(tokens, gate)

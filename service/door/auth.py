@@ -4,16 +4,17 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from deltafront.service.door.tls import Gate
 from deltafront.service.errors import Unauthenticated
-from deltafront.service.request.callers import Caller, Quota
+from deltafront.service.request.callers import OTHERS, Caller, Quota
 
 ANYONE = Caller("", "anyone")
 """The caller of all requests if there is no token file."""
 _NAME_DIGITS = 12
+_LIMITS = tuple(field.name for field in fields(Quota))
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +24,12 @@ def digest(token: str) -> str:
 
 
 class TokenFile:
-    """A file of lines `TOKEN [name=…] [requests=N] [tokens=N]` and `# comment`, read again when it changes.
+    """A file of lines `TOKEN [name=…] [LIMIT=N …]` and `# comment`, read again when it changes.
 
-    A token's name is for logs; by default it is the beginning of the token's digest. A token without limits
-    of its own has the limits of `usual`; 0 is no limit. After the start, an invalid line or a missing file is
-    logged, and its tokens are refused.
+    Limits are requests, tokens, requests_per_minute and tokens_per_minute. A token's name is for logs and
+    metrics. Without one, logs have the beginning of the token's digest, metrics `others`. A token without
+    limits of its own has the limits of `usual`; 0 is no limit. After the start, an invalid line or a missing
+    file is logged, and its tokens are refused.
 
     Raises:
         OSError: The file cannot be read.
@@ -125,15 +127,14 @@ def _caller(line: str, usual: Quota) -> Caller:
     """Parse a line of the token file. Raises ValueError, whose message does not contain the token."""
     token, *pairs = line.split()
     owner = digest(token)
-    name, quota = owner[:_NAME_DIGITS], usual
+    name, label, quota = owner[:_NAME_DIGITS], OTHERS, usual
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key == "name" and value:
-            name = value
-        elif key == "requests" and value.isdecimal():
-            quota = replace(quota, requests=int(value) or None)
-        elif key == "tokens" and value.isdecimal():
-            quota = replace(quota, tokens=int(value) or None)
+            name = label = value
+        elif key in _LIMITS and value.isdecimal():
+            quota = replace(quota, **{key: int(value) or None})
         else:
-            raise ValueError("after a token only name=…, requests=N and tokens=N may follow")
-    return Caller(owner, name, quota)
+            limits = "=N, ".join(_LIMITS)
+            raise ValueError(f"after a token only name=… and limits may follow: {limits}=N")
+    return Caller(owner, name, quota, label)

@@ -22,7 +22,7 @@ from deltafront.service.door.edges.call import (
     UnaryCall,
     request_id_of,
 )
-from deltafront.service.door.edges.errors import FieldNames, headers_of, status_of
+from deltafront.service.door.edges.errors import RATE_HEADERS, FieldNames, headers_of, status_of
 from deltafront.service.door.http_stream import EXPECTED_HEADER, answer_http_1_0_without_chunks
 from deltafront.service.door.json_body import UnknownModel
 from deltafront.service.door.openai.answers import CHAT, TEXT, model_card
@@ -156,7 +156,7 @@ def _for_pages_of(origins: Sequence[str]) -> list[Middleware]:
         allow_origins=list(origins),
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=[REQUEST_ID, EXPECTED_HEADER, "retry-after", "x-should-retry"],
+        expose_headers=[REQUEST_ID, EXPECTED_HEADER, "retry-after", "x-should-retry", *RATE_HEADERS],
     )
     return [pages]
 

@@ -6,7 +6,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -38,17 +39,24 @@ class EventStream:
         comments: Whether comment lines report prefill progress.
         named: Whether events are named by their object's `type`.
         keep_alive: What clients skip.
+        headers: More headers.
     """
 
     def __init__(
-        self, send: Send, comments: bool = False, named: bool = False, keep_alive: bytes = EMPTY_LINE
+        self,
+        send: Send,
+        comments: bool = False,
+        named: bool = False,
+        keep_alive: bytes = EMPTY_LINE,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._send = send
         self._comments = comments
         self._named = named
         self._keep_alive = keep_alive
         self._skipped_at = -_LINE_S
-        self._headers = list(_HEADERS)
+        self._headers = _HEADERS + [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._expected = False
         self.started = False
 
     async def send_json(self, objects: Iterable[Any]) -> None:
@@ -68,8 +76,9 @@ class EventStream:
         sent at once. Otherwise it is sent with the first data, so that an earlier error can have its own HTTP
         status. Calls after the first do nothing.
         """
-        if len(self._headers) > len(_HEADERS):
+        if self._expected:
             return
+        self._expected = True
         self._headers.append((EXPECTED_HEADER.encode(), f"{seconds:.3f}".encode()))
         if seconds >= _LINE_S:
             await self.skipped(f"first token expected in {seconds:.1f} s")

@@ -1,4 +1,4 @@
-"""Callers and their quotas.
+"""Callers and their quotas. Limits a minute are in `rates`.
 
 If a caller has a quota, a door asks the workers how much the caller uses through other doors. Two doors that
 receive requests at the same moment do not see each other's requests, so a caller may briefly use twice its
@@ -11,10 +11,13 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from deltafront.service.errors import Overloaded
+from deltafront.service.request.rates import Rates, RateState, Unit
 from deltafront.workers.messages.states import OwnerUse
 
 ANYONE = ""
 """The owner of all requests if no tokens are configured."""
+OTHERS = "others"
+"""The label in metrics of all callers without a name in the token file."""
 RETRY_S = 1.0
 """The retry time for a caller over its quota. It is a guess, because the end of running requests is unknown.
 """
@@ -33,23 +36,35 @@ def fits_share(owner: str, mine: int, everyone: int, most: int) -> bool:
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of a caller's use at one time. None means no limit.
+    """Limits of a caller's use at one time, and a minute. None means no limit.
 
     Args:
         tokens: Tokens of KV cache, including sessions. A request counts its prompt and its longest answer.
+        tokens_per_minute: Prompt tokens that are prefilled, and answered tokens.
     """
 
     requests: int | None = None
     tokens: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    @property
+    def per_minute(self) -> Iterator[tuple[Unit, int]]:
+        if self.requests_per_minute is not None:
+            yield "requests", self.requests_per_minute
+        if self.tokens_per_minute is not None:
+            yield "tokens", self.tokens_per_minute
 
 
 @dataclass(frozen=True)
 class Caller:
-    """An authenticated caller. `owner` is a digest of its bearer token. `name` is for logs."""
+    """An authenticated caller. `owner` is a digest of its bearer token. `name` is for logs, `label` for
+    metrics."""
 
     owner: str
     name: str
     quota: Quota = field(default_factory=Quota)
+    label: str = OTHERS
 
 
 @dataclass(eq=False)
@@ -77,6 +92,14 @@ class RequestUse:
 
     def __exit__(self, *_error: object) -> None:
         self._callers.end(self)
+
+    @property
+    def rates(self) -> tuple[RateState, ...]:
+        return self._callers.rates.states(self.caller)
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens against the caller's limit a minute."""
+        self._callers.rates.spend(self.caller, tokens)
 
     async def set_tokens(self, tokens: int) -> None:
         """Count the request's KV cache, in tokens. Raises Overloaded if its caller may not hold that many."""
@@ -109,12 +132,14 @@ class Callers:
     worker_uses: Callable[[], Iterable[OwnerUse]]
     ask_workers: Callable[[], Awaitable[None]]
     max_requests: int | None = None
+    rates: Rates = field(default_factory=Rates)
     _accepted: set[RequestUse] = field(default_factory=set, init=False)
 
     async def request(self, caller: Caller) -> RequestUse:
         """Count a request during the `with` block, which begins before its message is received. Raises
-        Overloaded.
+        Overloaded. A refused request counts only against the caller's requests a minute.
         """
+        self.rates.begin(caller)
         limit = caller.quota.requests
         if limit is not None:
             if self.requests(caller.owner, elsewhere=False) < limit:

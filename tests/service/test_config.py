@@ -190,6 +190,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("door", {"tls_client_ca": "x"}, "door.tls_client_ca: needs door.tls_certificate"),
         ("door", {"tls_certificate": "x", "tls_key": "x", "tls_port": 9000}, "door.tls_port: must differ"),
         ("door", {"token_requests": 3}, "door.tokens_file: missing"),
+        ("door", {"token_tokens_per_minute": 3}, "door.tokens_file: missing"),
         ("door", {"default_method": "flex"}, "door.default_method: flex reads whole prompts only"),
         ("door", {"default_method": "nope"}, "door.default_method: unknown attention method 'nope'"),
         ("door", {"default_session_ttl_s": float("nan")}, "door.default_session_ttl_s"),

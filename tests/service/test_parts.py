@@ -228,9 +228,12 @@ def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:
 
 def test_token_line_may_set_a_name_and_limits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tokens"
-    path.write_text("alpha name=ann requests=3\nbeta tokens=500 requests=0\ngamma\n")
+    minute = "requests_per_minute=60 tokens_per_minute=9000"
+    path.write_text(f"alpha name=ann requests=3\nbeta tokens=500 requests=0\ngamma\ndelta {minute}\n")
     tokens = TokenFile(path, Quota(requests=2))
-    ann = Caller(digest("alpha"), "ann", Quota(3, None))
+    delta = tokens.caller("delta")
+    assert delta is not None and delta.quota == Quota(2, None, 60, 9000)
+    ann = Caller(digest("alpha"), "ann", Quota(3, None), "ann")
     assert tokens.caller("alpha") == ann
     assert tokens.caller("beta") == Caller(digest("beta"), digest("beta")[:12], Quota(None, 500))
     assert tokens.caller("gamma") == Caller(digest("gamma"), digest("gamma")[:12], Quota(2, None))
@@ -239,7 +242,7 @@ def test_token_line_may_set_a_name_and_limits(tmp_path: Path, caplog: pytest.Log
     assert tokens.caller("beta") is None
     assert "line 2: after a token only" in caplog.text
     assert "beta" not in caplog.text
-    with pytest.raises(ValueError, match=r"line 2: after a token only name=…, requests=N and tokens=N"):
+    with pytest.raises(ValueError, match="line 2: after a token only name=… and limits may follow"):
         TokenFile(path, Quota())
 
 

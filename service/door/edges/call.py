@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from deltafront.service.door.edges.answering import Answering, OneAnswer
 from deltafront.service.door.edges.edge import Asked, Edge, Json, ReplyContext
-from deltafront.service.door.edges.errors import headers_of, status_of
+from deltafront.service.door.edges.errors import headers_of, rate_headers, status_of
 from deltafront.service.door.edges.parts import AnswerSplitter
 from deltafront.service.door.http_stream import EventStream, until_disconnect
 from deltafront.service.door.json_body import NotJson
@@ -61,6 +61,11 @@ class Exchange:
     arrived: bool = False
     stream: EventStream | None = None
     answering: Answering | None = None
+    accepted: Accepted | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a caller's limits; none without limits."""
+        return {} if self.accepted is None else rate_headers(self.accepted.use.rates)
 
     def fail(self, error: DeltafrontError) -> Iterable[Json]:
         """Abandon the answer after an error. Returns the objects that end its stream."""
@@ -68,7 +73,7 @@ class Exchange:
 
     async def respond(self, content: Json) -> None:
         """Send an object. A thread serialises it, because half a million tokens take long."""
-        await self.respond_with(await asyncio.to_thread(JSONResponse, content))
+        await self.respond_with(await asyncio.to_thread(JSONResponse, content, 200, self.headers()))
 
     async def respond_with(self, response: Response) -> None:
         await response(self.request.scope, self.request.receive, self.send)
@@ -96,6 +101,7 @@ class EdgeCall:
             async with self.requests.accept(
                 self.rpc, request.headers.items(), request_id=exchange.request_id
             ) as accepted:
+                exchange.accepted = accepted
                 try:
                     await self._serve(exchange, accepted)
                 except ClientDisconnect:  # there is no client to tell
@@ -116,7 +122,9 @@ class EdgeCall:
         async with contextlib.aclosing(watched):
             if stream:
                 edge = self.edge
-                exchange.stream = EventStream(exchange.send, progress, edge.named_events, edge.keep_alive)
+                exchange.stream = EventStream(
+                    exchange.send, progress, edge.named_events, edge.keep_alive, exchange.headers()
+                )
                 await _stream(answering, watched, exchange.stream)
                 if edge.ends_with:
                     await exchange.stream.write(edge.ends_with)

@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from deltafront.service.door.json_body import NotJson
 from deltafront.service.errors import (
@@ -14,6 +15,7 @@ from deltafront.service.errors import (
     Overloaded,
     TooSlow,
 )
+from deltafront.service.request.rates import RateLimited, RateState, Unit
 
 _STATUSES: Mapping[Code, int] = {
     Code.INVALID_ARGUMENT: 400,
@@ -28,6 +30,10 @@ _STATUSES: Mapping[Code, int] = {
 }
 """The HTTP status of each error code. No client sees 499, because the client has left."""
 TOO_LARGE = 413
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{name}-{unit}" for unit in get_args(Unit) for name in ("limit", "remaining", "reset")
+)
+"""OpenAI's headers of a caller's limits a minute."""
 _SOURCE = re.compile(r"^(prompt|append)(\.(text|messages|token_ids))?")
 
 Renaming = tuple[re.Pattern[str], str]
@@ -47,10 +53,21 @@ def headers_of(error: DeltafrontError) -> dict[str, str]:
     """Return retry headers. OpenAI's and Anthropic's clients retry by themselves unless a header forbids
     it."""
     if error.retry_after_s is not None:
-        return {"retry-after": str(math.ceil(max(error.retry_after_s, 0.0)))}
+        rates = rate_headers(error.states) if isinstance(error, RateLimited) else {}
+        return {"retry-after": str(math.ceil(max(error.retry_after_s, 0.0))), **rates}
     if _is_late(error):
         return {"x-should-retry": "false"}
     return {"www-authenticate": "Bearer"} if error.code is Code.UNAUTHENTICATED else {}
+
+
+def rate_headers(states: Iterable[RateState]) -> dict[str, str]:
+    """Return those of RATE_HEADERS whose limits the caller has."""
+    headers: dict[str, str] = {}
+    for state in states:
+        names = (name for name in RATE_HEADERS if name.endswith(state.unit))
+        values = f"{state.limit}", f"{state.remaining}", f"{math.ceil(state.reset_s)}s"
+        headers |= dict(zip(names, values, strict=True))
+    return headers
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,14 @@ class Answer:
         self.new_tokens = self.session_tokens = self.cached_tokens = 0
         self.host_tokens = self.disk_tokens = 0
         self.session: events.Session | None = None
+        self._spent = False
 
     def record_reserved(self, reserved: requests.Reserved) -> None:
         self.cached_tokens = reserved.held_tokens
         self.host_tokens, self.disk_tokens = reserved.host_tokens, reserved.disk_tokens
+        if not self._spent:  # a prompt that is prefilled again after a failure counts once
+            self._spent = True
+            self._accepted.use.spend(max(0, self.prompt_tokens - self.cached_tokens))
 
     @property
     def ids(self) -> Sequence[int]:
@@ -111,6 +115,7 @@ class Answer:
             self._gaps.append(now - self._last_token_at)
             self._metrics.observe_next_token(self._gaps[-1])
         self._last_token_at = now
+        self._accepted.use.spend(1)
         match = self._text.push(event.token_id)
         self._accepted.events.put_nowait(replace(event, index=index, text=match.text))
         return bool(match.stop)

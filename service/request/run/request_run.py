@@ -245,8 +245,8 @@ class RequestRun:
                         reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(reserved, requests.Refused):
                     raise refusal_error(reserved)
-                answer.record_reserved(reserved)
                 answer.session_tokens = reserved.held_tokens
+                answer.record_reserved(reserved)
                 self._accepted.clock.lap("admission")
                 await self._decode(attempt, worker, self._job(attempt, plan), timeout)
             except WorkerLost as error:
