@@ -191,6 +191,26 @@ ERRORS = Row(
         ),
     ),
 )
+CALLERS = Row(
+    "Callers",
+    (
+        Panel(
+            "Tokens by caller",
+            "Tokens a second of prompts (cached ones included), cached ones, and of answers. Callers without "
+            "a name in `door.tokens_file` are `others`.",
+            "short",
+            [Query(rate("caller_tokens_total", "caller, kind"), "{{caller}}, {{kind}}")],
+            columns=12,
+        ),
+        Panel(
+            "Requests by caller",
+            "Calls of each caller by outcome. `resource_exhausted`: over its limits, or refused for load.",
+            "reqps",
+            [Query(rate("caller_requests_total", "caller, outcome"), "{{caller}}, {{outcome}}")],
+            columns=12,
+        ),
+    ),
+)
 SATURATION = Row(
     "Saturation",
     (
@@ -230,5 +250,5 @@ DASHBOARD = Dashboard(
     "overview",
     "Overview",
     "Objectives, traffic, errors and saturation of the whole service.",
-    (OBJECTIVES, TRAFFIC, LATENCY, ERRORS, SATURATION),
+    (OBJECTIVES, TRAFFIC, CALLERS, LATENCY, ERRORS, SATURATION),
 )

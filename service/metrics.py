@@ -180,6 +180,16 @@ class Metrics:
 
     def _declare_outcomes(self) -> None:
         self._requests = self._counter("requests_total", "Requests by how they ended", "outcome method_rpc")
+        self._of_callers = self._counter(
+            "caller_requests_total",
+            "Requests of a caller by how they ended; caller: its name in the token file, or others",
+            "caller outcome",
+        )
+        self._tokens_of_callers = self._counter(
+            "caller_tokens_total",
+            "Tokens of a caller; kind: prompt (cached ones included), cached, completion",
+            "caller kind",
+        )
         self._reasons = self._counter("finish_reasons_total", "Answers by why they ended", "reason")
         self._replays = self._counter("replays_total", "Attempts repeated after a worker failed")
         self._again = self._counter(
@@ -197,6 +207,12 @@ class Metrics:
     def ended(self, method_rpc: str, outcome: str, seconds: float) -> None:
         self._requests.labels(outcome, method_rpc).inc()
         self._e2e.labels(method_rpc).observe(seconds)
+
+    def used(self, caller: str, outcome: str, tokens: Mapping[str, int]) -> None:
+        """Count a caller's request, and its tokens by kind. caller: a name of bounded number."""
+        self._of_callers.labels(caller, outcome).inc()
+        for kind, count in tokens.items():
+            self._tokens_of_callers.labels(caller, kind).inc(count)
 
     def certificate(self, name: str, ends: float) -> None:
         """Set a certificate's expiry, in seconds since the epoch."""

@@ -23,7 +23,7 @@ from deltafront.service.request.calls import SamplingParams
 from deltafront.service.request.check import Limits, model_sampling
 from deltafront.service.request.context import Resources
 from deltafront.service.request.handler import CancelAtOtherDoors, RequestHandler, no_other_doors
-from deltafront.service.request.rates import Rates
+from deltafront.service.request.rates import RateLimits
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.service.settings import DoorConfig
 from deltafront.service.tracing import Tracing
@@ -102,7 +102,7 @@ def request_handler(
         lambda: (use for worker in fleet.view.workers.values() for use in worker.uses),
         fleet.poll_shared,
         door.max_requests,
-        Rates(door.replicas),
+        RateLimits(door.replicas),
     )
     resources = Resources(
         door=door_id,

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deltafront.service.request.answers import ChoiceEvent, GenerateFinished, PrefillFinished, RequestEvent
-from deltafront.workers.messages.events import Progress, Token
+from deltafront.workers.messages.events import Progress, Token, Usage
 
 log = logging.getLogger("deltafront.audit")
 
@@ -27,11 +27,22 @@ class Audit:
     seconds: float = 0.0
     trace_id: str = ""
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Return the request's tokens by kind, as metrics count them."""
+        return {
+            "prompt": self.prompt_tokens,
+            "cached": self.cached_tokens,
+            "completion": self.completion_tokens,
+        }
+
     def note(self, event: RequestEvent) -> None:
         if isinstance(event, ChoiceEvent):
             self._note_choice(event)
         elif isinstance(event, Progress):
             self.prompt_tokens = event.tokens_total
+        elif isinstance(event, Usage):
+            self.prompt_tokens, self.cached_tokens = event.prompt_tokens, event.cached_tokens
         elif isinstance(event, Token):
             self.completion_tokens = event.index + 1
         elif isinstance(event, PrefillFinished | GenerateFinished):

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from deltafront.service.errors import Overloaded
-from deltafront.service.request.rates import Rates, RateState, Unit
+from deltafront.service.request.rates import RateLimits, RateState, Unit
 from deltafront.workers.messages.states import OwnerUse
 
 ANYONE = ""
@@ -132,7 +132,7 @@ class Callers:
     worker_uses: Callable[[], Iterable[OwnerUse]]
     ask_workers: Callable[[], Awaitable[None]]
     max_requests: int | None = None
-    rates: Rates = field(default_factory=Rates)
+    rates: RateLimits = field(default_factory=RateLimits)
     _accepted: set[RequestUse] = field(default_factory=set, init=False)
 
     async def request(self, caller: Caller) -> RequestUse:

@@ -153,6 +153,7 @@ class RequestHandler:
         # CancelledError and GeneratorExit, which end the block if the client leaves, are not caught below.
         outcome: DeltafrontError | None = Cancelled("the client went away")
         concluded = False
+        caller: Caller | None = None
 
         def conclude(error: DeltafrontError | None) -> None:
             nonlocal concluded
@@ -160,6 +161,8 @@ class RequestHandler:
                 concluded = True
                 name, seconds = error.code.value if error else FINISHED, clock.elapsed
                 self._resources.metrics.ended(rpc, name, seconds)
+                if caller is not None:
+                    self._resources.metrics.used(caller.label, name, audit.tokens)
                 trace.conclude(audit.write(name, seconds), name, clock.intervals)
 
         try:

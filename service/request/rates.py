@@ -67,7 +67,7 @@ class _Use:
         return max(0.0, self.units - (now - self.at) * per_s)
 
 
-class Rates:
+class RateLimits:
     """The rates of a door's callers.
 
     Args:

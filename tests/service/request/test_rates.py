@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltafront.service.request.callers import Caller, Quota
-from deltafront.service.request.rates import RateLimited, Rates, RateState
+from deltafront.service.request.rates import RateLimited, RateLimits, RateState
 
 
 class Minute:
-    """Rates, and the time of their clock in seconds."""
+    """Rate limits, and the time of their clock in seconds."""
 
     def __init__(self, doors: int = 1) -> None:
         self.now = 0.0
-        self.rates = Rates(doors, lambda: self.now)
+        self.rates = RateLimits(doors, lambda: self.now)
 
     def refused(self, caller: Caller) -> float:
         """Begin a request, and return the seconds to wait; 0 if it was permitted."""
