@@ -48,7 +48,9 @@ ROOMS = {
     "workers.model.calibrated": "workers.settings workers.model.directory kernels",
     "workers.calibration": "workers.settings workers.model.decoder workers.model.calibrated kernels",
     "workers.evaluation": """workers.settings workers.calibration workers.decode.reads
-        workers.prefill.stage workers.model.decoder workers.model.calibrated kernels""",
+        workers.decode.decode_attention
+        workers.messages workers.kv.cache workers.kv.pages.pool workers.prefill.stage workers.model.decoder
+        workers.model.calibrated kernels""",
     "workers.kv": """workers.messages workers.settings workers.roles kernels.layers.kv_int8
         kernels.layers.rope""",
     "workers.kv.pages": "workers.messages kernels.constants",

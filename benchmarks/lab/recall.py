@@ -9,30 +9,25 @@ those that hold the answer's characters.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
 import torch
 from tokenizers import Tokenizer
 
-from deltafront.benchmarks.arguments import parser_of
-from deltafront.benchmarks.harness import commit_of, write_json
-from deltafront.benchmarks.lab.samples import ruler_prompts
+from deltafront.benchmarks.harness import write_json
+from deltafront.benchmarks.lab.arguments import lab_parser, model_of, prompts_of, recorded
 from deltafront.benchmarks.markdown import markdown
-from deltafront.benchmarks.reader import ROOT, load_tokenizer
+from deltafront.benchmarks.reader import load_tokenizer
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.decode.reads import tail_start
-from deltafront.workers.evaluation.prompts import TaskPrompt, read_prompts
+from deltafront.workers.evaluation.prompts import TaskPrompt
 from deltafront.workers.evaluation.reader import Reader
 from deltafront.workers.evaluation.ruler import TASKS
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.recompute import BlockAttention
-from deltafront.workers.settings import ModelSpec
 
 COUNTS = (8, 32)
 RULES = ("mean", "max")
@@ -81,37 +76,21 @@ def recalled(reader: Reader, ids: Sequence[int], facts: set[int], chunk: int) ->
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    arguments = _arguments(given)
+    arguments = lab_parser(__doc__, list(TASKS)[1:8], 4096).parse_args(given)
     tokenizer = load_tokenizer(arguments.model)
-    if arguments.prompts:
-        prompts = read_prompts(arguments.prompts)
-    else:
-        prompts = ruler_prompts(
-            arguments.tasks, arguments.samples, arguments.tokens, arguments.text, tokenizer, arguments.seed
-        )
-    stack = load_model(ModelSpec(path=arguments.model, dtype=arguments.dtype), arguments.device)
+    stack = load_model(model_of(arguments), arguments.device)
     found: dict[str, list[Recalled]] = {}
     begun = time.monotonic()
-    for prompt in in_turn(prompts):
+    for prompt in prompts_of(arguments, tokenizer):
         ids, facts = fact_blocks(prompt, tokenizer)
         got = recalled(Reader(stack, len(ids)), ids, facts, arguments.chunk)
         if got is not None:
             found.setdefault(prompt.task, []).append(got)
         print(f"{prompt.task} {len(ids)} {got} {time.monotonic() - begun:.0f} s", flush=True)
         if arguments.result and found:
-            write_json(arguments.result, _record(arguments, _rows(found)))
+            write_json(arguments.result, {**recorded(arguments), "rows": _rows(found)})
     print(f"\n{_table(_rows(found))}")
     return 0
-
-
-def in_turn(prompts: Sequence[TaskPrompt]) -> list[TaskPrompt]:
-    """Order prompts so that tasks take turns, and a stopped run has some of each."""
-    seen: Counter[str] = Counter()
-    turns = []
-    for number, prompt in enumerate(prompts):
-        turns.append((seen[prompt.task], number, prompt))
-        seen[prompt.task] += 1
-    return [prompt for *_, prompt in sorted(turns, key=lambda turn: turn[:2])]
 
 
 def _rows(found: Mapping[str, Sequence[Recalled]]) -> list[dict[str, object]]:
@@ -128,42 +107,6 @@ def _table(rows: Sequence[dict[str, object]]) -> str:
     header = ("task", "prompts", *(f"{rule}, first {count}" for rule in RULES for count in COUNTS))
     cells = [[f"{x:.2f}" if isinstance(x, float) else x for x in row.values()] for row in rows]
     return markdown(header, cells)
-
-
-def _record(arguments: argparse.Namespace, rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    cuda = arguments.device.startswith("cuda")
-    return {
-        "hardware": torch.cuda.get_device_name() if cuda else arguments.hardware,
-        "commit": arguments.commit or commit_of(ROOT),
-        "torch": torch.__version__,
-        "model": Path(arguments.model).stem,
-        "dtype": arguments.dtype,
-        "tokens": arguments.tokens,
-        "seed": arguments.seed,
-        "texts": [path.stem for path in arguments.text or [arguments.prompts]],
-        "rows": list(rows),
-    }
-
-
-def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--model", required=True, help="a directory, hub id or GGUF file, as for `serve`")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", type=Path, nargs="+", default=[], help="what facts are hidden in")
-    source.add_argument("--prompts", type=Path, help="JSONL of prompt and answers")
-    add("--tokens", type=int, default=31_000)
-    add("--samples", type=int, default=20, help="of each task")
-    add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS)[1:8], metavar="TASK")
-    add("--chunk", type=int, default=4096)
-    add("--seed", type=int, default=11)
-    add("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16" if cuda else "float32")
-    add("--device", default="cuda" if cuda else "cpu")
-    add("--hardware", default="CPU", help="recorded where there is no GPU")
-    add("--result", type=Path)
-    add("--commit", help="recorded instead of git's answer, where there is no git")
-    return parser.parse_args(given)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
+from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
 from deltafront.workers.evaluation.ruler import Haystack, make_prompt
 
@@ -29,3 +32,22 @@ def ruler_prompts(
 
 def tokenised(prompts: Sequence[TaskPrompt], tokenizer: Tokenizer) -> list[Sample]:
     return [Sample(one, tuple(tokenizer.encode(one.text).ids)) for one in prompts]
+
+
+def in_chat(prompts: Sequence[TaskPrompt], text: TextTokenizer) -> list[Sample]:
+    """Tokenise each prompt as a user's message in the model's chat template, like the service."""
+    chats = [text.encode_chat([{"role": "user", "content": one.text}]) for one in prompts]
+    return [
+        Sample(one, tuple(np.frombuffer(chat, "<u4").tolist()))
+        for one, chat in zip(prompts, chats, strict=True)
+    ]
+
+
+def in_turn(prompts: Sequence[TaskPrompt]) -> list[TaskPrompt]:
+    """Order prompts so that tasks take turns, and a stopped run has some of each."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for number, prompt in enumerate(prompts):
+        turns.append((seen[prompt.task], number, prompt))
+        seen[prompt.task] += 1
+    return [prompt for *_, prompt in sorted(turns, key=lambda turn: turn[:2])]

@@ -14,14 +14,17 @@ import torch
 from tokenizers import Tokenizer
 
 from deltafront.workers.evaluation.comparison import TOLD, MeasuredAnswer
+from deltafront.workers.evaluation.paged import PagedSteps
 from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
 from deltafront.workers.evaluation.reader import Reader, Reading
-from deltafront.workers.evaluation.setting import parse_method
+from deltafront.workers.evaluation.setting import Setting, delta_config, parse_method
 from deltafront.workers.model.calibrated.profile import Profile
-from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.decoder.stack import Attend, LayerStack
 from deltafront.workers.prefill.stage.warm_up import warm_up
 
 Decode = Callable[[Sequence[int]], str]
+Steps = Callable[[torch.Tensor], Attend]
+"""steps(positions_B) returns the attention of the decode step that appends a token at these positions."""
 
 
 class Together:
@@ -50,39 +53,42 @@ class Together:
     @torch.inference_mode()
     def answers(
         self,
-        method: str,
-        blocks: Sequence[int],
+        settings: Sequence[Setting],
         samples: Sequence[Sample],
         chunk: int,
         tokens: int,
         decode: Decode,
         told: Sequence[Sequence[int]] | None = None,
     ) -> list[list[MeasuredAnswer]]:
-        """Prefill each sample once with `method`. Then, for each number in `blocks`, recompute that many
-        blocks and answer each sample with at most `tokens` tokens. Returns a list of answers per number.
+        """Prefill each sample once. Then, for each setting, recompute its blocks and answer each sample with
+        at most `tokens` tokens. Returns a list of answers per setting.
 
         Args:
-            blocks: Numbers of blocks to recompute, ascending. Method `dense` recomputes none.
+            settings: Settings of one method, numbers of blocks ascending. Method `dense` recomputes none.
             samples: At most `places` samples.
-            told: The token ids of dense attention's answers, whose probability is measured. None: measure the
-                answers made here, which are dense attention's.
+            told: The token ids of dense attention's answers, whose probability is measured. None: those of
+                the setting `dense` if it comes first, else each setting measures its own answers.
         """
         read = [
-            self._timed(partial(reader.read, sample.ids, method, chunk))
+            self._timed(partial(reader.read, sample.ids, settings[0].method, chunk))
             for reader, sample in zip(self._readers, samples, strict=False)
         ]
         made = []
-        for count in blocks:
+        for setting in settings:
             with ExitStack() as again:
+                blocks = setting.blocks if setting.method != "dense" else 0
                 ends = [
-                    self._asked(again, reader, sample, count if method != "dense" else 0, *one)
+                    self._asked(again, reader, sample, blocks, *one)
                     for reader, sample, one in zip(self._readers, samples, read, strict=False)
                 ]
-                made.append(
-                    self._answered(
-                        ends, [reading.density for reading, _ in read], samples, tokens, decode, told
-                    )
-                )
+                prefill_B = [reading.density for reading, _ in read]
+                steps = self._attend
+                if setting.delta:
+                    kv = (x_LBGSD[:, : len(read)] for x_LBGSD in (self._k_LBGSD, self._v_LBGSD))
+                    steps = PagedSteps(self._stack, delta_config(setting.delta), *kv).attend
+                made.append(self._answered(ends, prefill_B, samples, tokens, decode, told, steps))
+            if setting == Setting("dense"):
+                told = told or [answer.ids for answer in made[-1]]
         return made
 
     def _timed(self, read: Callable[[], Reading]) -> tuple[Reading, float]:
@@ -118,12 +124,13 @@ class Together:
         tokens: int,
         decode: Decode,
         told: Sequence[Sequence[int]] | None,
+        steps: Steps,
     ) -> list[MeasuredAnswer]:
         first_BC = torch.cat([reading.tail_TC for reading, _ in read])
         lengths = [sample.tokens for sample in samples]
-        ids_B = self._decode(first_BC, lengths, tokens, decode, samples)
+        ids_B = self._decode(first_BC, lengths, tokens, decode, samples, steps)
         known_B = [ids[:TOLD] for ids in (ids_B if told is None else told)]
-        likely_B = self._likely(first_BC, lengths, known_B)
+        likely_B = self._likely(first_BC, lengths, known_B, steps)
         return [
             MeasuredAnswer(tuple(ids), decode(ids), reading.density, prefill, seconds, *likely)
             for ids, (reading, seconds), prefill, likely in zip(ids_B, read, prefill_B, likely_B, strict=True)
@@ -140,9 +147,10 @@ class Together:
         tokens: int,
         decode: Decode,
         samples: Sequence[Sample],
+        steps: Steps,
     ) -> list[list[int]]:
-        """Decode at most `tokens` tokens per sample greedily, with dense attention. Every eighth step, stop
-        if each sample has ended or its text contains all right answers."""
+        """Decode at most `tokens` tokens per sample greedily. Every eighth step, stop if each sample has
+        ended or its text contains all right answers."""
         ends, said = set(self._stack.config.eos_ids), [list[int]() for _ in lengths]
         ended = [False] * len(lengths)
         for step in range(tokens):
@@ -153,11 +161,15 @@ class Together:
                     said[place].append(token)
             if step == tokens - 1 or (step % 8 == 7 and self._all_done(samples, said, ended, decode)):
                 break
-            hidden_BC = self._next(token_B, lengths, step)
+            hidden_BC = self._next(token_B, lengths, step, steps)
         return said
 
     def _likely(
-        self, hidden_BC: torch.Tensor, lengths: Sequence[int], told_B: Sequence[Sequence[int]]
+        self,
+        hidden_BC: torch.Tensor,
+        lengths: Sequence[int],
+        told_B: Sequence[Sequence[int]],
+        steps: Steps,
     ) -> list[tuple[float, float]]:
         """Teacher-force the given answers `told_B`. Return for each its mean log-probability per token and
         the share of its tokens that are the model's likeliest."""
@@ -172,17 +184,17 @@ class Together:
                 if step < len(ids):
                     logp_B[place] += own_B[place]
                     same_B[place] += best_B[place] == ids[step]
-            hidden_BC = self._next(token_B, lengths, step)
+            hidden_BC = self._next(token_B, lengths, step, steps)
         return [
             (logp / max(1, len(ids)), same / len(ids) if ids else 1.0)
             for logp, same, ids in zip(logp_B, same_B, told_B, strict=True)
         ]
 
-    def _next(self, token_B: torch.Tensor, lengths: Sequence[int], step: int) -> torch.Tensor:
+    def _next(self, token_B: torch.Tensor, lengths: Sequence[int], step: int, steps: Steps) -> torch.Tensor:
         """Run one decode step: append token_B to the samples, after `step` decoded tokens. Return
         hidden_BC."""
         positions_B = torch.tensor(lengths, device=self._stack.device) + step
-        return self._stack.forward(self._stack.embed(token_B), positions_B, self._attend(positions_B))
+        return self._stack.forward(self._stack.embed(token_B), positions_B, steps(positions_B))
 
     @staticmethod
     def _all_done(
@@ -193,9 +205,8 @@ class Together:
             for sample, ids, end in zip(samples, said, ended, strict=True)
         )
 
-    def _attend(
-        self, positions_B: torch.Tensor
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    def _attend(self, positions_B: torch.Tensor) -> Attend:
+        """Return the attention of one decode step over all keys."""
         batch, longest = len(positions_B), int(positions_B.max()) + 1
         place_B = torch.arange(batch, device=positions_B.device)
         back_B11S = (
@@ -259,5 +270,6 @@ class OneModel:
         self, sample: Sample, method: str, blocks: Sequence[int], told: Sequence[int] | None
     ) -> list[MeasuredAnswer]:
         decode, known = self._tokenizer.decode, None if told is None else [told]
-        got = self._together.answers(method, blocks, [sample], self._chunk, self._tokens, decode, known)
+        settings = [Setting(method, count) for count in blocks]
+        got = self._together.answers(settings, [sample], self._chunk, self._tokens, decode, known)
         return [answer for (answer,) in got]

@@ -61,6 +61,11 @@ def trials(settings: Sequence[str], asked: str, profile: Profile | None, tokens:
         ValueError: A setting is wrong, or `settings` is empty and no default setting is left.
     """
     listed = [Setting.parse(each) for each in settings or [*_levels(profile), *SETTINGS]]
+    for each in listed:
+        if each.delta:
+            raise ValueError(
+                f"setting {str(each)!r}: `evaluate` decodes over all pages; `lab` takes /delta_layers=…"
+            )
     chosen = listed if settings else [each for each in listed if _applies(each, tokens)]
     if not chosen:
         raise ValueError(f"every setting prefills {tokens} tokens densely: give longer prompts, or --setting")

@@ -1,32 +1,61 @@
-"""Settings of prefill that are compared: a method, its options and recomputed blocks."""
+"""Settings that are compared: a prefill method, its options and recomputed blocks, and page selection."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import TypeAdapter
+
 from deltafront.kernels.methods import MethodSpec, method_spec
+from deltafront.workers.settings import DecodeConfig
 
 
 @dataclass(frozen=True)
 class Setting:
     """An attention method with options, and the number of blocks to recompute densely for the question. With
     0 blocks, the prompt's end is not prefilled again either.
+
+    delta: DELTA's page selection in decode, `delta_config`'s argument. Empty: decode attends to all pages.
     """
 
     method: str
     blocks: int = 0
+    delta: str = ""
 
     @classmethod
     def parse(cls, given: str) -> Setting:
-        """Parse `METHOD[:OPTIONS][@BLOCKS]`. Raises ValueError."""
-        method, _, blocks = given.partition("@")
+        """Parse `METHOD[:OPTIONS][@BLOCKS][/DELTA]`. Raises ValueError."""
+        prefill, slash, delta = given.partition("/")
+        method, _, blocks = prefill.partition("@")
         if blocks and not blocks.isdecimal():
             raise ValueError(f"no setting {given!r}: METHOD, METHOD:OPTION=NUMBER,… or METHOD:…@BLOCKS")
         parse_method(method)
-        return cls(method, int(blocks or 0))
+        if slash:
+            delta_config(delta)
+        return cls(method, int(blocks or 0), delta)
 
     def __str__(self) -> str:
-        return f"{self.method}@{self.blocks}" if self.blocks else self.method
+        prefill = f"{self.method}@{self.blocks}" if self.blocks else self.method
+        return f"{prefill}/{self.delta}" if self.delta else prefill
+
+
+def delta_config(given: str) -> DecodeConfig:
+    """Parse `delta_layers=2+14,page_budget=64`: keys of the configuration's section `decode`, lists with `+`
+    between numbers. Raises ValueError."""
+    keys: dict[str, object] = {}
+    for key, _, value in (pair.partition("=") for pair in given.split(",")):
+        numbers, several = value.split("+"), key.endswith("_layers")
+        right = key in ("delta_layers", "full_layers", "page_budget", "recency")
+        if not right or not all(map(str.isdecimal, numbers)) or (len(numbers) > 1 and not several):
+            raise ValueError(
+                f"no page selection {given!r}: use delta_layers=NUMBER+NUMBER, full_layers=NUMBER+NUMBER, "
+                "page_budget=NUMBER or recency=NUMBER, with commas between them"
+            )
+        keys[key] = [*map(int, numbers)] if several else int(value)
+    config = TypeAdapter(DecodeConfig).validate_python(keys)
+    for problem in config.contradictions():
+        raise ValueError(problem)
+    return config
 
 
 def split_method(method: str) -> tuple[str, dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -15,12 +16,16 @@ from deltafront.benchmarks.lab.recall import chosen, fact_blocks, recalled
 from deltafront.benchmarks.lab.samples import ruler_prompts, tokenised
 from deltafront.kernels.constants import BLOCK
 from deltafront.tests.workers.tiny_model import make_tiny_model, whole_stack
-from deltafront.workers.decode.reads import tail_start
+from deltafront.workers.decode.reads import Read, tail_start
+from deltafront.workers.decode.runner import DecodeRunner
+from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.evaluation.answering import Together
 from deltafront.workers.evaluation.comparison import compare
+from deltafront.workers.evaluation.paged import delta_plan
 from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
 from deltafront.workers.evaluation.reader import Reader
-from deltafront.workers.evaluation.setting import Setting
+from deltafront.workers.evaluation.setting import Setting, delta_config
+from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.recompute import BlockAttention
 from deltafront.workers.model.decoder.stack import LayerStack
 
@@ -50,11 +55,9 @@ def ids_of(count: int, seed: int = 0) -> tuple[int, ...]:
 def test_batched_answers_equal_answers_one_by_one(stack: LayerStack, given: str) -> None:
     setting = Setting.parse(given)
     prompts = [sample(ids_of(length, n), str(n)) for n, length in enumerate((700, 523))]
-    (together,) = Together(stack, 2, 720).answers(setting.method, [setting.blocks], prompts, 256, 9, decode)
+    (together,) = Together(stack, 2, 720).answers([setting], prompts, 256, 9, decode)
     for prompt, answer in zip(prompts, together, strict=True):
-        ((alone,),) = Together(stack, 1, 720).answers(
-            setting.method, [setting.blocks], [prompt], 256, 9, decode
-        )
+        ((alone,),) = Together(stack, 1, 720).answers([setting], [prompt], 256, 9, decode)
         assert answer.said == alone.said and answer.density == pytest.approx(alone.density)
         if given == "dense":
             reader, said = Reader(stack, 720), list[int]()
@@ -82,10 +85,11 @@ def test_prefills_the_last_prompt_tokens_a_second_time_densely(stack: LayerStack
 
 
 def test_reuses_one_prefill_for_all_numbers_of_recomputed_blocks(stack: LayerStack) -> None:
-    prompts, method, together = [sample(ids_of(700))], SPARSE, Together(stack, 1, 720)
-    (none,), (two,), (all_blocks,) = together.answers(method, [0, 2, 9], prompts, 256, 9, decode)
+    prompts, together = [sample(ids_of(700))], Together(stack, 1, 720)
+    settings = [Setting(SPARSE, blocks) for blocks in (0, 2, 9)]
+    (none,), (two,), (all_blocks,) = together.answers(settings, prompts, 256, 9, decode)
     for blocks, answer in ((0, none), (2, two), (9, all_blocks)):
-        ((alone,),) = together.answers(method, [blocks], prompts, 256, 9, decode)
+        ((alone,),) = together.answers([Setting(SPARSE, blocks)], prompts, 256, 9, decode)
         assert (answer.ids, answer.density, answer.logp) == (alone.ids, alone.density, alone.logp)
     assert all_blocks.prefill == two.prefill == none.density < two.density < all_blocks.density
     assert len({none.logp, two.logp, all_blocks.logp}) == 3
@@ -94,8 +98,8 @@ def test_reuses_one_prefill_for_all_numbers_of_recomputed_blocks(stack: LayerSta
 def test_measures_log_probability_of_dense_attentions_answer(stack: LayerStack) -> None:
     prompts = [sample(ids_of(700))]
     together, reader, expected = Together(stack, 1, 720), Reader(stack, 720), list[float]()
-    ((dense,),) = together.answers("dense", [0], prompts, 256, 9, decode)
-    ((sparse,),) = together.answers(SPARSE, [0], prompts, 256, 9, decode, [dense.ids])
+    ((dense,),) = together.answers([Setting("dense")], prompts, 256, 9, decode)
+    ((sparse,),) = together.answers([Setting(SPARSE)], prompts, 256, 9, decode, [dense.ids])
     hidden_1C = reader.read(prompts[0].ids, SPARSE, 256).tail_TC
     for token in dense.ids:
         expected.append(float(stack.logits(hidden_1C)[0].log_softmax(-1)[token]))
@@ -112,7 +116,7 @@ def test_question_on_a_session_is_prefilled_densely(stack: LayerStack, blocks: i
     document, question = ids_of(640), ids_of(90, 1)
     together, reader = Together(stack, 1, 760), Reader(stack, 760)
     asked = sample(document, question=question)
-    ((answer,),) = together.answers(SPARSE, [blocks], [asked], 256, 9, decode)
+    ((answer,),) = together.answers([Setting(SPARSE, blocks)], [asked], 256, 9, decode)
     with torch.inference_mode():
         reader.read(document, "dense" if blocks else SPARSE, 256)
         hidden_1C, said = reader.append(question)[-1:], list[int]()
@@ -121,6 +125,40 @@ def test_question_on_a_session_is_prefilled_densely(stack: LayerStack, blocks: i
             hidden_1C = reader.append(said[-1:])
     assert answer.ids == tuple(said)
     assert answer.density > reader.read(document, SPARSE, 256).density
+
+
+def test_page_selection_decodes_the_tokens_of_a_decode_worker(stack: LayerStack) -> None:
+    ids, pages = ids_of(700), tuple(range(45))
+    setting = Setting.parse("dense/delta_layers=2,full_layers=0+1,page_budget=6,recency=2")
+    together, given = Together(stack, 1, 720), [sample(ids)]
+    (full,), (delta,) = together.answers([Setting("dense"), setting], given, 256, 9, decode)
+    runner = DecodeRunner(
+        stack, delta_plan(stack, delta_config(setting.delta)), pages=45, max_batch=1, max_pages=45
+    )
+    logits_V = runner.append(pages, Read(0, list(ids)), last=True).logits_V
+    row = Row(1, pages, 700, 0, Sampling(), selects_pages=True)
+    said = [one.token for one in runner.first_tokens([logits_V], [row])]
+    while len(said) < 9:
+        (one,) = runner.decode([replace(row, length=699 + len(said), token=said[-1])])
+        said.append(one.token)
+    assert delta.ids == tuple(said) != full.ids
+    assert delta.agreement < full.agreement == 1 and delta.density == full.density
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "no page selection ''"),
+        ("page_budget=8+9", "no page selection"),
+        ("page_budget=4", "exceeds page_budget"),
+        ("delta_layers=1", r"full_layers and delta_layers share \[1\]"),
+        ("delta_layers=9", "delta_layers"),
+        ("page_budget=64", "needs calibrated delta_layers"),
+    ],
+)
+def test_refuses_wrong_page_selections(stack: LayerStack, given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        delta_plan(stack, delta_config(Setting.parse(f"dense/{given}").delta))
 
 
 def test_recall_is_the_share_of_fact_blocks_chosen_for_recompute(stack: LayerStack) -> None:

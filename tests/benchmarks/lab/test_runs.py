@@ -1,0 +1,77 @@
+"""Tests whole runs of `benchmarks.lab` on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltafront.benchmarks.lab.__main__ import main
+from deltafront.tests.service.inprocess import VOCABULARY, write_tokenizer
+from deltafront.tests.workers.tiny_model import make_tiny_model
+
+SPARSE = "streaming:min_tokens=0,window=128"
+YARN = "factor=2,original_max_position_embeddings=512"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One token a byte, 512 positions."""
+    directory = make_tiny_model(tmp_path_factory.mktemp("lab") / "tiny", VOCABULARY, positions=512)
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Three prompts of two tasks, longer than the model's positions."""
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": f"{n} " + "It is a text. " * 45, "answers": ["never"], "task": task}
+        for n, task in enumerate(("a", "a", "b"))
+    ]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def run(model: Path, prompts: Path, result: Path, *more: str) -> dict[str, Any]:
+    given = f"--model {model} --prompts {prompts} --result {result} --rope-scaling {YARN} --dtype float32"
+    how = "--device cpu --answer-tokens 5 --together 1 --commit c --settings"
+    assert main([*given.split(), *how.split(), *more]) == 0
+    written: dict[str, Any] = json.loads(result.read_text())
+    return written
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "seconds": None} for row in rows]
+
+
+def test_a_stopped_run_continues_without_repeating_answers(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    result, answers = tmp_path / "lab.json", tmp_path / "lab.answers.jsonl"
+    whole = run(model, prompts, result, SPARSE)
+    assert [row["samples"] for row in whole["rows"]] == [3, 3]
+    assert list(whole["rows"][0]["by_task"]) == ["a", "b"]
+    lines = answers.read_text().splitlines(keepends=True)
+    kept = "".join(lines[:5])  # the run's description, three samples of dense attention and one
+    answers.write_text(kept + lines[5][:40])
+    again = run(model, prompts, result, f"{SPARSE}@1", SPARSE)
+    assert untimed(again["rows"])[:2] == untimed(whole["rows"])
+    assert again["rows"][2]["setting"] == f"{SPARSE}@1" and again["rows"][2]["samples"] == 3
+    assert answers.read_text().startswith(kept)
+    assert len(answers.read_text().splitlines()) == 1 + 3 * 3
+
+
+def test_results_record_yarn_and_the_chat_template(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = run(model, prompts, tmp_path / "plain.json", SPARSE)
+    chat = run(model, prompts, tmp_path / "chat.json", SPARSE, "--chat")
+    assert plain["rope_scaling"]["factor"] == 2 and not plain["chat"] and chat["chat"]
+    assert chat["rows"][0]["logps"] == plain["rows"][0]["logps"] == [0, 0, 0]
+    with pytest.raises(SystemExit, match=r"chat.answers.jsonl has another run's answers: chat is True there"):
+        run(model, prompts, tmp_path / "chat.json", SPARSE)
+    del capsys
