@@ -10,9 +10,12 @@ from deltafront.dashboards.promql import (
     by_worker,
     increase,
     mean,
+    or_zero,
     quantile,
     rate,
     ratio,
+    share,
+    total,
 )
 
 _NO_PLACE = 'part="decode_wait"'
@@ -53,13 +56,13 @@ PACE = Row(
             "Batch size",
             "Mean number of requests in a decode step. At `decode.max_batch` requests wait for a place.",
             "short",
-            [Query(ratio("decode_rows_total", "decode_steps_total"), "requests a step")],
+            [Query(share(rate("decode_rows_total"), rate("decode_steps_total")), "requests a step")],
         ),
         Panel(
             "Waiting for a place in the batch",
             "Mean seconds of a first token. If above 0, raise `decode.max_batch` or add workers.",
             "s",
-            [Query(f"{rate('ttft_part_seconds_total', where=_NO_PLACE)} / {rate(_TTFT)}", "waited")],
+            [Query(share(rate("ttft_part_seconds_total", where=_NO_PLACE), rate(_TTFT)), "waited")],
             levels=((1.0, "orange"),),
         ),
     ),
@@ -168,7 +171,7 @@ SESSIONS = Row(
             "Prefill of appended text",
             "Mean seconds of a first token: prefill of a question or a prompt's rest by a decode worker.",
             "s",
-            [Query(f"{rate('ttft_part_seconds_total', where=_APPEND)} / {rate(_TTFT)}", "read")],
+            [Query(share(rate("ttft_part_seconds_total", where=_APPEND), rate(_TTFT)), "read")],
         ),
         Panel(
             "Prefill speed after a prefix hit",
@@ -185,15 +188,20 @@ SESSIONS = Row(
             "Mean of an answer: tokens of a sparsely prefilled prompt, in blocks that the question "
             "attends to. 0: no request asks for it (`decode.recompute_blocks`).",
             "short",
-            [Query(ratio("recomputed_tokens_total", "request_generation_tokens_count"), "computed again")],
+            [
+                Query(
+                    share(rate("recomputed_tokens_total"), rate("request_generation_tokens_count")),
+                    "computed again",
+                )
+            ],
         ),
         Panel(
             "Requests in decode workers",
             "Requests that run, and that wait for pages, KV cache or a place in the batch.",
             "short",
             [
-                Query(f"sum({by_worker('num_requests_running', DECODERS)})", "running"),
-                Query(f"sum({by_worker('num_requests_waiting', DECODERS)})", "waiting"),
+                Query(total("num_requests_running", DECODERS), "running"),
+                Query(total("num_requests_waiting", DECODERS), "waiting"),
             ],
             stacked=True,
         ),
@@ -252,7 +260,7 @@ TIERS = Row(
             "short",
             [
                 Query(_tier("evicted_pages"), _LEGEND),
-                Query(f"sum({_tier('evicted_retained_pages')})", "retained, all workers"),
+                Query(or_zero(f"sum({_tier('evicted_retained_pages')})"), "retained, all workers"),
             ],
         ),
         Panel(

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAG = "deltafront"
 _WIDTH = 24
+_TRACES = '{resource.service.name="deltafront" && kind=server}'
+"""TraceQL: the spans of requests, which are the doors'."""
 _BARS = 200
 """The most bars in a bar gauge; Grafana's default is 25."""
 _VARIABLES = (
     ("namespace", "Namespace", "label_values(deltafront_requests_total, namespace)"),
     ("model", "Model", 'label_values(deltafront_requests_total{namespace=~"$namespace"}, model_name)'),
 )
+
+TRACED = (
+    "time_to_first_token_seconds",
+    "ttft_part_seconds_total",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "handoff_seconds",
+)
+"""The metrics of a request's times. Panels with them link to traces."""
 
 Json = dict[str, Any]
 Kind = Literal["timeseries", "stat", "bargauge", "heatmap", "table"]
@@ -29,12 +44,14 @@ class Query:
     Attributes:
         legend: Legend of each series; in a table, the column's title. unit, levels: In a table, the column's
             unit and thresholds.
+        colour: Colour of the only series, or by the series' name. Empty: by the series' number.
     """
 
     expr: str
     legend: str = ""
     unit: str = ""
     levels: Sequence[Level] = ()
+    colour: str | Mapping[str, str] = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,7 @@ class Panel:
         key: The label that names and sorts a table's rows or a bar gauge's bars.
         cumulative: A heat map's series are a histogram's cumulative buckets.
         signed: Values may be negative.
+        absent: Shown in place of "No data".
     """
 
     title: str
@@ -64,6 +82,12 @@ class Panel:
     key: str = ""
     cumulative: bool = True
     signed: bool = False
+    absent: str = ""
+
+    @property
+    def traced(self) -> bool:
+        """Return whether the panel shows times of requests, which traces explain."""
+        return any(name in query.expr for query in self.queries for name in TRACED)
 
     @property
     def instant(self) -> bool:
@@ -112,7 +136,9 @@ class Dashboard:
             "refresh": "10s",
             "time": {"from": "now-1h", "to": "now"},
             "links": [_link_to_the_others()],
-            "templating": {"list": [_source(), *(_variable(*one) for one in (*_VARIABLES, *self.variables))]},
+            "templating": {
+                "list": [*_sources(), *(_variable(*one) for one in (*_VARIABLES, *self.variables))]
+            },
             "panels": list(self._placed()),
         }
 
@@ -139,8 +165,19 @@ def _link_to_the_others() -> Json:
     return {**about, "asDropdown": False, "includeVars": True, "keepTime": True, "targetBlank": False}
 
 
-def _source() -> Json:
-    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+def _sources() -> Iterator[Json]:
+    yield {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    yield {"name": "traces", "type": "datasource", "query": "tempo", "label": "Tempo"}
+
+
+def _link_to_traces() -> Json:
+    """Make a link to the requests' traces of the dashboard's time range, in Grafana's Explore."""
+    source = {"type": "tempo", "uid": "${traces}"}
+    query = {"refId": "A", "datasource": source, "queryType": "traceql", "query": _TRACES}
+    between = {"from": "${__from}", "to": "${__to}"}
+    panes = {"traces": {"datasource": "${traces}", "queries": [query], "range": between}}
+    url = "/explore?schemaVersion=1&panes=" + urllib.parse.quote(json.dumps(panes), safe="${}")
+    return {"title": "Traces", "url": url, "targetBlank": True}
 
 
 def _variable(name: str, title: str, query: str) -> Json:
@@ -162,6 +199,7 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
         "fieldConfig": {"defaults": _defaults(panel), "overrides": list(_overrides(panel))},
         "options": _options(panel),
         "transformations": _transformations(panel),
+        "links": [_link_to_traces()] if panel.traced else [],
         "targets": list(_targets(panel)),
     }
 
@@ -196,17 +234,28 @@ def _defaults(panel: Panel) -> Json:
     # Colours by a series' number: colours by a name's hash may be the same for two series.
     color = {"mode": "palette-classic" if panel.kind == "timeseries" else "thresholds"}
     thresholds = _thresholds(panel.levels)
-    return {"unit": panel.unit, **least, "color": color, "custom": custom, "thresholds": thresholds}
+    none = {"noValue": panel.absent} if panel.absent else {}
+    return {"unit": panel.unit, **least, **none, "color": color, "custom": custom, "thresholds": thresholds}
 
 
 def _overrides(panel: Panel) -> Iterator[Json]:
-    """Yield a table's field overrides: the unit and the colours of each query's column."""
+    """Yield the series' colours, and a table's units and colours of each query's column."""
+    for number, query in enumerate(panel.queries):
+        if isinstance(query.colour, str) and query.colour:
+            yield _coloured("byFrameRefID", _letter(number), query.colour)
+        elif query.colour:
+            yield from (_coloured("byName", name, colour) for name, colour in query.colour.items())
     for query in panel.queries if panel.kind == "table" else ():
         properties: list[Json] = [{"id": "unit", "value": query.unit or panel.unit}]
         if query.levels:
             properties.append({"id": "thresholds", "value": _thresholds(query.levels)})
             properties.append({"id": "custom.cellOptions", "value": {"type": "color-text"}})
         yield {"matcher": {"id": "byName", "options": query.legend}, "properties": properties}
+
+
+def _coloured(matcher: str, options: str, colour: str) -> Json:
+    fixed = {"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}
+    return {"matcher": {"id": matcher, "options": options}, "properties": [fixed]}
 
 
 def _options(panel: Panel) -> Json:

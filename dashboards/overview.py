@@ -10,9 +10,12 @@ from deltafront.dashboards.promql import (
     by_worker,
     increase,
     mean,
+    or_zero,
     quantile,
     rate,
     recorded,
+    share,
+    total,
 )
 
 SLOW_BUDGET, ERROR_BUDGET = 0.05, 0.01
@@ -23,9 +26,24 @@ IN_TIME = 'le="30.0"'
 OURS, REFUSED = 'outcome=~"internal|unavailable"', 'outcome="resource_exhausted"'
 THEIRS = 'outcome!~"finished|internal|unavailable|resource_exhausted"'
 
+OUTCOMES = {
+    "finished": "green",
+    "internal": "red",
+    "unavailable": "dark-red",
+    "unknown": "super-light-red",
+    "resource_exhausted": "orange",
+    "deadline_exceeded": "yellow",
+    "invalid_argument": "blue",
+    "not_found": "super-light-blue",
+    "unauthenticated": "purple",
+    "cancelled": "super-light-purple",
+}
+"""Colours. Errors of the service are red."""
+
 
 def _burn(rule: str, window: str, budget: float) -> Query:
-    return Query(f"max({recorded(f'{rule}:ratio_rate{window}')}) / {budget}", window)
+    burnt = recorded(f"{rule}:ratio_rate{window}")  # NaN without requests
+    return Query(f"{or_zero(f'max({burnt} >= 0)')} / {budget}", window)
 
 
 OBJECTIVES = Row(
@@ -53,8 +71,11 @@ OBJECTIVES = Row(
             "percentunit",
             [
                 Query(
-                    f"1 - {rate('requests_total', where=OURS, window=RANGE)} / "
-                    f"{rate('requests_total', window=RANGE)}"
+                    "1 - "
+                    + share(
+                        rate("requests_total", where=OURS, window=RANGE),
+                        rate("requests_total", window=RANGE),
+                    )
                 )
             ],
             kind="stat",
@@ -66,7 +87,11 @@ OBJECTIVES = Row(
             "Groups that answer and take new prompts. None: every prompt waits, then is refused as "
             "unavailable.",
             "short",
-            [Query(f"sum({by_worker('worker_up', GROUPS)} - {by_worker('worker_draining', GROUPS)})")],
+            [
+                Query(
+                    or_zero(f"sum({by_worker('worker_up', GROUPS)} - {by_worker('worker_draining', GROUPS)})")
+                )
+            ],
             kind="stat",
             levels=((0.0, "red"), (1.0, "green")),
             columns=6,
@@ -75,7 +100,13 @@ OBJECTIVES = Row(
             "Decode workers that serve",
             "Workers that answer and take new prompts. Their sessions die with them.",
             "short",
-            [Query(f"sum({by_worker('worker_up', DECODERS)} - {by_worker('worker_draining', DECODERS)})")],
+            [
+                Query(
+                    or_zero(
+                        f"sum({by_worker('worker_up', DECODERS)} - {by_worker('worker_draining', DECODERS)})"
+                    )
+                )
+            ],
             kind="stat",
             levels=((0.0, "red"), (1.0, "green")),
             columns=6,
@@ -107,7 +138,7 @@ TRAFFIC = Row(
             "Requests by outcome",
             "All calls by outcome. `resource_exhausted` is a refusal for load, with a retry time.",
             "reqps",
-            [Query(rate("requests_total", "outcome"), "{{outcome}}")],
+            [Query(rate("requests_total", "outcome"), "{{outcome}}", colour=OUTCOMES)],
             stacked=True,
         ),
         Panel(
@@ -163,11 +194,14 @@ ERRORS = Row(
             "percentunit",
             [
                 Query(
-                    f"{rate('requests_total', where=OURS)} / {rate('requests_total')}", "the service's fault"
+                    share(rate("requests_total", where=OURS), rate("requests_total")),
+                    "the service's fault",
+                    colour="red",
                 ),
                 Query(
-                    f"{rate('requests_total', where=REFUSED)} / {rate('requests_total')}",
+                    share(rate("requests_total", where=REFUSED), rate("requests_total")),
                     "refused for load",
+                    colour="orange",
                 ),
             ],
             levels=((ERROR_BUDGET, "orange"), (0.05, "red")),
@@ -178,8 +212,12 @@ ERRORS = Row(
             "pods that restart. A hand-off fails when KV cache does not reach its decode worker.",
             "short",
             [
-                Query(increase("replays_total", window="1h"), "attempts repeated"),
-                Query(increase("handoff_failures_total", window="1h"), "hand-offs failed"),
+                Query(increase("replays_total", window="1h"), "attempts repeated", colour="red"),
+                Query(
+                    increase("handoff_failures_total", window="1h"),
+                    "hand-offs failed",
+                    colour="super-light-red",
+                ),
             ],
             levels=((1.0, "orange"), (3.0, "red")),
         ),
@@ -187,7 +225,7 @@ ERRORS = Row(
             "What callers did wrong",
             "Calls per second that were invalid, cancelled, or past their deadline.",
             "reqps",
-            [Query(rate("requests_total", "outcome", THEIRS), "{{outcome}}")],
+            [Query(rate("requests_total", "outcome", THEIRS), "{{outcome}}", colour=OUTCOMES)],
         ),
     ),
 )
@@ -239,9 +277,9 @@ SATURATION = Row(
             "Requests that run, and that wait there.",
             "short",
             [
-                Query(f"sum({by_worker('num_requests_running')})", "running"),
-                Query(f"sum({by_worker('num_requests_waiting')})", "waiting"),
-                Query(f"sum({by_worker('sessions')})", "sessions held"),
+                Query(total("num_requests_running"), "running"),
+                Query(total("num_requests_waiting"), "waiting"),
+                Query(total("sessions"), "sessions held"),
             ],
         ),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltafront.dashboards.grafana import Dashboard, Panel, Query, Row
-from deltafront.dashboards.promql import GROUPS, by_worker, in_order, increase, quantile, rate
+from deltafront.dashboards.promql import GROUPS, by_worker, in_order, increase, quantile, rate, share, total
 
 _SECONDS = "stage_seconds_total"
 _WORKING = 'phase!="activation_wait"'
@@ -40,8 +40,8 @@ GROUP = Row(
             "Requests in prefill, and waiting for pages or for their turn.",
             "short",
             [
-                Query(f"sum({by_worker('num_requests_running', GROUPS)})", "read"),
-                Query(f"sum({by_worker('num_requests_waiting', GROUPS)})", "waiting"),
+                Query(total("num_requests_running", GROUPS), "read"),
+                Query(total("num_requests_waiting", GROUPS), "waiting"),
             ],
             stacked=True,
         ),
@@ -69,7 +69,7 @@ GROUP = Row(
             "Tokens read again",
             "Tokens per hour that were prefilled in vain, because a worker died.",
             "short",
-            [Query(increase("tokens_read_again_total", window="1h"), "tokens")],
+            [Query(increase("tokens_read_again_total", window="1h"), "tokens", colour="red")],
             levels=((1.0, "orange"),),
         ),
     ),
@@ -166,7 +166,7 @@ HANDOFF = Row(
             "Mean seconds that a first token waited for KV cache after prefill's end. Near 0 unless the "
             "link is slower than prefill.",
             "s",
-            [Query(f"{rate('ttft_part_seconds_total', where=_EXPOSED)} / {rate(_TTFT)}", "exposed")],
+            [Query(share(rate("ttft_part_seconds_total", where=_EXPOSED), rate(_TTFT)), "exposed")],
             levels=((0.5, "orange"), (2.0, "red")),
         ),
         Panel(
@@ -181,7 +181,7 @@ HANDOFF = Row(
             "In 15 minutes. Each ended an attempt, which was repeated. Decode workers that die, or links "
             "that break: the doors' logs name them.",
             "short",
-            [Query(increase("handoff_failures_total", window="15m"), "failed")],
+            [Query(increase("handoff_failures_total", window="15m"), "failed", colour="red")],
             levels=((1.0, "orange"), (3.0, "red")),
         ),
     ),

@@ -26,6 +26,18 @@ def of_serve(name: str) -> str:
     return f"ray_serve_{name}{{{NAMESPACE}}}"
 
 
+def of_dcgm(name: str) -> str:
+    """Select a series of NVIDIA's dcgm-exporter by node and GPU.
+
+    A scrape that keeps the exporter's labels has the namespace of a GPU's pod in `namespace`; others, such as
+    the GPU operator's, rename it.
+    """
+    series = f"DCGM_FI_DEV_{name}"
+    kept = f'{series}{{{NAMESPACE},exported_namespace=""}}'
+    renamed = f"{series}{{exported_{NAMESPACE}}}"
+    return f"max by (Hostname, gpu) ({renamed} or {kept})"
+
+
 def _over(function: str, name: str, by: str, where: str, window: str) -> str:
     grouped = f" by ({by})" if by else ""
     return f"sum{grouped} ({function}({series(name, where)}[{window}]))"
@@ -43,6 +55,16 @@ def increase(name: str, by: str = "", where: str = "", window: str = NOW) -> str
 def ratio(above: str, below: str, by: str = "", where: str = "", window: str = NOW) -> str:
     """Divide the rates of two counters."""
     return f"{rate(above, by, where, window)} / {rate(below, by, where, window)}"
+
+
+def or_zero(expr: str) -> str:
+    """Return 0 where `expr` has no series, so that Grafana draws a line and no gap."""
+    return f"({expr} or vector(0))"
+
+
+def share(above: str, below: str) -> str:
+    """Divide two rates. Without requests the result is 0, not 0 / 0."""
+    return f"{or_zero(above)} / clamp_min({or_zero(below)}, 1e-9)"
 
 
 def mean(name: str, by: str = "", where: str = "", window: str = NOW) -> str:
@@ -69,6 +91,11 @@ def by_worker(gauge: str, where: str = "", also: str = "") -> str:
     """Deduplicate what several doors report: one value for each worker and value of the label `also`."""
     labels = ", ".join(filter(None, ("worker", also)))
     return f"max by ({labels}) ({series(gauge, where)})"
+
+
+def total(gauge: str, where: str = "") -> str:
+    """Sum over workers."""
+    return or_zero(f"sum({by_worker(gauge, where)})")
 
 
 GROUPS = 'worker=~"prefill:.+"'

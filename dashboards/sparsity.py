@@ -4,7 +4,18 @@ and stage."""
 from __future__ import annotations
 
 from deltafront.dashboards.grafana import Dashboard, Panel, Query, Row
-from deltafront.dashboards.promql import NOW, RANGE, in_order, increase, mean, quantile, rate, ratio, series
+from deltafront.dashboards.promql import (
+    NOW,
+    RANGE,
+    in_order,
+    increase,
+    mean,
+    or_zero,
+    quantile,
+    rate,
+    ratio,
+    series,
+)
 
 _METHOD = 'method=~"$method"'
 _COMPUTED, _CAUSAL = "attention_tiles_computed_total", "attention_tiles_causal_total"
@@ -100,9 +111,9 @@ COST = Row(
             f"Seconds a second, all stages. {_DENSE}",
             "short",
             [
-                Query(rate(_SECONDS, where=_ATTENTION), "attention"),
-                Query(rate(_SECONDS, where=_CHOOSING), "choosing tiles"),
-                Query(f"sum({_dense('method', NOW)})", "dense would have cost"),
+                Query(or_zero(rate(_SECONDS, where=_ATTENTION)), "attention"),
+                Query(or_zero(rate(_SECONDS, where=_CHOOSING)), "choosing tiles"),
+                Query(or_zero(f"sum({_dense('method', NOW)})"), "dense would have cost"),
             ],
         ),
         Panel(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from deltafront.dashboards.grafana import Dashboard, Panel, Query, Row
-from deltafront.dashboards.promql import DECODERS, GROUPS, by_worker, of_serve
+from collections.abc import Sequence
+
+from deltafront.dashboards.grafana import Dashboard, Level, Panel, Query, Row
+from deltafront.dashboards.promql import DECODERS, GROUPS, by_worker, of_dcgm, of_serve, or_zero, total
 
 _FULL = ((0.8, "orange"), (0.95, "red"))
 _UP = ((0.0, "red"), (1.0, "green"))
@@ -59,8 +61,8 @@ LATELY = Row(
             "Steps down are deaths or scaling; a short dip is a worker that was replaced.",
             "short",
             [
-                Query(f"sum({by_worker('worker_up', GROUPS)})", "prefill groups"),
-                Query(f"sum({by_worker('worker_up', DECODERS)})", "decode workers"),
+                Query(total("worker_up", GROUPS), "prefill groups"),
+                Query(total("worker_up", DECODERS), "decode workers"),
             ],
             levels=_UP,
         ),
@@ -68,14 +70,14 @@ LATELY = Row(
             "Draining",
             "Workers that finish their requests and end: scaled down, or replaced by a new version.",
             "short",
-            [Query(f"sum({by_worker('worker_draining')})", "draining")],
+            [Query(total("worker_draining"), "draining")],
             levels=_GOING,
         ),
         Panel(
             "Doors",
             "Nodes with a door that are scraped. A node whose door is not up shows as 0.",
             "short",
-            [Query('sum(up{job=~".*deltafront-door",namespace=~"$namespace"})', "up")],
+            [Query(or_zero('sum(up{job=~".*deltafront-door",namespace=~"$namespace"})'), "up")],
             levels=_UP,
         ),
         Panel(
@@ -137,9 +139,41 @@ SERVE = Row(
         ),
     ),
 )
+_NO_DCGM = "Prometheus has no metrics of dcgm-exporter, which NVIDIA's GPU operator installs"
+
+
+def _gpus(title: str, help: str, unit: str, expr: str, levels: Sequence[Level] = ()) -> Panel:
+    return Panel(title, help, unit, [Query(expr, "{{Hostname}} {{gpu}}")], levels=levels, absent=_NO_DCGM)
+
+
+GPUS = Row(
+    "GPUs, by node and number (DCGM)",
+    (
+        _gpus(
+            "GPU utilisation",
+            "Share of time in which a kernel runs. Low while requests wait: GPUs wait for their hosts.",
+            "percent",
+            of_dcgm("GPU_UTIL"),
+        ),
+        _gpus(
+            "GPU memory in use",
+            "Weights, pages and what compiled kernels need. It does not change with load.",
+            "mbytes",
+            of_dcgm("FB_USED"),
+        ),
+        _gpus("GPU power", "At its limit a GPU lowers its clock.", "watt", of_dcgm("POWER_USAGE")),
+        _gpus(
+            "Last XID error of a GPU",
+            "0: none. NVIDIA's table says what a number means; the kernel's log has its text.",
+            "short",
+            of_dcgm("XID_ERRORS"),
+            levels=((1.0, "red"),),
+        ),
+    ),
+)
 DASHBOARD = Dashboard(
     "workers",
     "Workers",
     "Every prefill group and decode worker by itself.",
-    (NOW, LATELY, SERVE),
+    (NOW, LATELY, GPUS, SERVE),
 )

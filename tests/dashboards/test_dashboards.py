@@ -179,7 +179,10 @@ LIMITED = {
         "Launch-bound", "Not hidden by prefill", "Hand-offs that failed",
     },
     "decode": {"Waiting for a place in the batch", "KV cache pages in use", "Pages free"},
-    "workers": {"Workers that answer", "Draining", "Doors", "KV cache pages in use", "Replicas healthy"},
+    "workers": {
+        "Workers that answer", "Draining", "Doors", "KV cache pages in use", "Replicas healthy",
+        "Last XID error of a GPU",
+    },
 }  # fmt: skip
 """Panels whose values are good or bad on any model and machine."""
 

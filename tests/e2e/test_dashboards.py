@@ -16,6 +16,7 @@ import yaml
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.dashboards.build import DASHBOARDS
+from deltafront.dashboards.workers import GPUS
 from deltafront.service.local.server_process import LocalService
 
 from ..dashboards.prometheus import RULES, Prometheus, QueryFailed, ray_address, substituted
@@ -38,8 +39,11 @@ def prometheus(service: LocalService, wire: Wire, tmp_path: Path) -> Iterator[Pr
 
 
 def of_panels() -> dict[str, str]:
+    """Return the panels' queries, without the zeros that they draw in place of missing series."""
     return {
-        f"{dashboard.name}: {panel.title}: {query.legend or number}": substituted(query.expr, WINDOW, RANGE_S)
+        f"{dashboard.name}: {panel.title}: {query.legend or number}": substituted(
+            query.expr.replace(" or vector(0)", ""), WINDOW, RANGE_S
+        )
         for dashboard in DASHBOARDS
         for panel in dashboard.panels
         for number, query in enumerate(panel.queries)
@@ -70,8 +74,10 @@ def of_rules() -> dict[str, str]:
 
 EMPTY_HERE = (
     "DeltafrontAbsent: 0", "DeltafrontCertificateEnds: 0", "sparsity: Measured score: {{setting}}",
+    *(f"workers: {panel.title}: {panel.queries[0].legend}" for panel in GPUS.panels),
 )  # fmt: skip
-"""Queries without data, because this service has a door, no certificate, and no profile of `evaluate`."""
+"""Queries without data, because this service has a door, no certificate, no profile of `evaluate`, and no
+exporter of GPUs' metrics."""
 
 
 _JOINT = re.compile(r"\s(?:(?:and|or|unless)\b(?:\s+on\s*\([^)]*\))?|[<>]=?|[=!]=)\s")
