@@ -125,6 +125,7 @@ class DoorReplica(FrontDoor):
             origins=door.allowed_origins,
             response_store_bytes=door.response_store_bytes,
             elsewhere=self._response_elsewhere,
+            has_page=door.page and not (gate and door.tls_only),  # otherwise the page's calls are refused
         )
         self._exporter = Exporter(metrics, host, door.metrics_port)
         self._exporter.start()

@@ -63,6 +63,8 @@ class DoorConfig:
     RESOURCE_EXHAUSTED. Such texts take six times their size in memory."""
     allowed_origins: tuple[Origin, ...] = ()
     """Web pages of these origins may call OpenAI's API from a browser (CORS)."""
+    page: bool = True
+    """Serve a page for browsers at `/` of http_port."""
     tokens_file: File | None = None
     """A file of bearer tokens (`service/door/auth.py`). Without it everyone may call and use any session."""
     token_requests: Count | None = None

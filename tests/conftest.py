@@ -70,6 +70,7 @@ TOGETHER = {
     "tests/workers/model/weights/test_gguf_tokenizer.py": "vocabularies",
     "tests/workers/model/weights/test_tekken.py": "vocabularies",
     "tests/service/door/test_reasoning.py": "vocabularies",
+    "tests/service/door/test_page.py": "browser",
 }
 """Groups of test files that run in one process, because they share a service that starts slowly; the longest
 first. Each group has its own ports, so groups may run at the same time. A process may get several groups, in

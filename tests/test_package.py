@@ -57,6 +57,7 @@ def test_wheel_contains_samples_but_no_tools(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "deltafront/deploy/config/demo.yaml" in names
+    assert "deltafront/service/door/page.html" in names
     assert "deltafront/deploy/models/smollm2-135m-128k/adapter_model.safetensors" in names
     assert not [name for name in names if name.startswith(("deltafront/benchmarks", "deltafront/tests"))]
 

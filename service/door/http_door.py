@@ -28,6 +28,7 @@ from deltafront.service.door.json_body import UnknownModel
 from deltafront.service.door.openai.answers import CHAT, TEXT, model_card
 from deltafront.service.door.openai.errors import error_body, error_object
 from deltafront.service.door.openai.tokens import detokenize, tokenize
+from deltafront.service.door.page import page
 from deltafront.service.door.responses.answers import ResponsesEdge
 from deltafront.service.door.responses.call import ResponsesCall
 from deltafront.service.door.responses.store import (
@@ -59,6 +60,7 @@ class HttpDoor:
         origins: Web origins that may call (CORS); `*` for all.
         response_store_bytes: Bytes of responses that are kept for `previous_response_id`.
         elsewhere: Finds responses that other doors keep.
+        has_page: Whether `/` is a page for people.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class HttpDoor:
         origins: Sequence[str] = (),
         response_store_bytes: int = 1 << 28,
         elsewhere: Elsewhere = nowhere_else,
+        has_page: bool = True,
     ) -> None:
         answer_http_1_0_without_chunks()
         self._requests = requests
@@ -86,6 +89,7 @@ class HttpDoor:
         )
         self.app: ASGIApp = Starlette(
             routes=[
+                *([Route("/", page(), methods=["GET"])] if has_page else []),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
                 Route("/v1/chat/completions", chat, methods=["POST"]),
