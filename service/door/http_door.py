@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -130,7 +131,7 @@ class HttpDoor:
             if found is None:
                 raise UnknownResponse(number)
         gone = {"id": number, "object": "response", "deleted": True}
-        return JSONResponse(gone if drop else found.response)
+        return await asyncio.to_thread(JSONResponse, gone if drop else found.response)
 
     async def _models(self, request: Request) -> Response:
         info = await self._info(request)

@@ -24,6 +24,9 @@ _HEADERS = [
 ]
 """Headers of a stream. The last one tells nginx not to buffer events."""
 EXPECTED_HEADER = "x-expected-first-token-seconds"
+_RESPONSE = "response"
+"""The key of the Responses API's events that hold the whole response, with the tools and instructions of the
+request. A thread serialises these events, because they may be large."""
 _LINE_S = 1.0
 """The shortest time between two keep-alive lines. Some clients give up after 300 of them."""
 EMPTY_LINE = b" \n"
@@ -61,8 +64,14 @@ class EventStream:
 
     async def send_json(self, objects: Iterable[Any]) -> None:
         for value in objects:
-            name = f"event: {value['type']}\n" if self._named else ""
-            await self.write(f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode())
+            if _RESPONSE in value:
+                await self.write(await asyncio.to_thread(self._event, value))
+            else:
+                await self.write(self._event(value))
+
+    def _event(self, value: Any) -> bytes:
+        name = f"event: {value['type']}\n" if self._named else ""
+        return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
 
     async def skipped(self, comment: str) -> None:
         """Send a keep-alive line, which clients skip, unless the last one was just sent. A comment ends with

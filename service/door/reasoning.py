@@ -1,17 +1,10 @@
 """Splits an answer's reasoning (`<think>…</think>` at its beginning) from its content."""
 
 from enum import Enum, auto
-from typing import NamedTuple
 
+from deltafront.service.request.answers import AnswerPart
 from deltafront.service.request.text.detokenize import overlap
 from deltafront.service.request.text.thoughts import CLOSE, OPEN
-from deltafront.service.request.text.tool_calls import CallPart
-
-
-class AnswerPart(NamedTuple):
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[CallPart, ...] = ()
 
 
 class _State(Enum):

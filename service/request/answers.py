@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from deltafront.service.request.calls import SamplingParams
 from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
@@ -36,6 +37,24 @@ class PrefillFinished:
     density: Density
     request_id: str
     trace_id: str = ""
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A piece of a tool call. Each call's first piece has its id and name."""
+
+    index: int
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class AnswerPart(NamedTuple):
+    """A piece of an answer that is split into reasoning, content and tool calls."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallPart, ...] = ()
 
 
 @dataclass(frozen=True)

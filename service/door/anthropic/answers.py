@@ -15,9 +15,8 @@ from deltafront.service.door.edges.blocks import Block, BlockKind, Blocks, Chang
 from deltafront.service.door.edges.edge import Asked, Json, ReplyContext
 from deltafront.service.door.edges.errors import TOO_LARGE, FieldNames, status_of
 from deltafront.service.door.openai.answers import report
-from deltafront.service.door.reasoning import AnswerPart
 from deltafront.service.errors import DeltafrontError, TooLong
-from deltafront.service.request.answers import GenerateFinished
+from deltafront.service.request.answers import AnswerPart, GenerateFinished
 from deltafront.service.request.context import Accepted
 from deltafront.service.request.handler import RequestHandler
 from deltafront.workers.messages.events import FinishReason, Token, Usage

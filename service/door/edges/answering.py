@@ -6,9 +6,8 @@ from typing import Protocol
 
 from deltafront.service.door.edges.edge import EdgeReply, Json
 from deltafront.service.door.edges.parts import AnswerSplitter
-from deltafront.service.door.reasoning import AnswerPart
 from deltafront.service.errors import DeltafrontError
-from deltafront.service.request.answers import Echo, GenerateFinished, RequestEvent
+from deltafront.service.request.answers import AnswerPart, Echo, GenerateFinished, RequestEvent
 from deltafront.workers.messages.events import Token, Usage
 
 

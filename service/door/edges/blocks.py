@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from deltafront.service.door.reasoning import AnswerPart
-from deltafront.service.request.text.tool_calls import CallPart
+from deltafront.service.request.answers import AnswerPart, CallPart
 
 
 class BlockKind(Enum):

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deltafront.service.door.edges.parts import AnswerSplitter
-from deltafront.service.door.reasoning import AnswerPart
 from deltafront.service.errors import DeltafrontError
-from deltafront.service.request.answers import GenerateFinished
+from deltafront.service.request.answers import AnswerPart, GenerateFinished
 from deltafront.service.request.calls import GenerateRequest
 from deltafront.service.request.text.token_bytes import TokenBytes
 from deltafront.workers.messages.events import Token, Usage

@@ -1,7 +1,8 @@
 """Splits an answer's text into reasoning, content and tool calls."""
 
-from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter
-from deltafront.service.request.text.tool_calls import CallPart, ToolCallParser
+from deltafront.service.door.reasoning import ReasoningSplitter
+from deltafront.service.request.answers import AnswerPart, CallPart
+from deltafront.service.request.text.tool_calls import ToolCallParser
 
 
 class AnswerSplitter:
@@ -20,7 +21,13 @@ class AnswerSplitter:
 
     @property
     def called(self) -> bool:
-        return self._calls is not None and self._calls.calls > 0
+        """True if the answer calls tools, and no call is cut off."""
+        return self._calls is not None and self._calls.calls > 0 and self._calls.ended
+
+    @property
+    def cut_off(self) -> bool:
+        """True if the answer so far ends within a call's arguments."""
+        return self._calls is not None and not self._calls.ended
 
     @property
     def reasoning_tokens(self) -> int | None:

@@ -16,9 +16,8 @@ from deltafront.service.door.openai.choices import Choices
 from deltafront.service.door.openai.errors import RENAMED, error_body
 from deltafront.service.door.openai.logprobs import ChatLogprobs, Logprobs, TextLogprobs
 from deltafront.service.door.openai.requests import StreamOptions, read_chat, read_text
-from deltafront.service.door.reasoning import AnswerPart
 from deltafront.service.errors import DeltafrontError
-from deltafront.service.request.answers import GenerateFinished, ServerInfo
+from deltafront.service.request.answers import AnswerPart, GenerateFinished, ServerInfo
 from deltafront.service.request.calls import CompletionRequest
 from deltafront.service.request.text.token_bytes import TokenBytes
 from deltafront.workers.messages.events import FinishReason, Token, Usage

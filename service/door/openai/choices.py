@@ -5,9 +5,8 @@ from typing import Protocol
 
 from deltafront.service.door.edges.answering import OneAnswer
 from deltafront.service.door.edges.edge import Json
-from deltafront.service.door.reasoning import AnswerPart
 from deltafront.service.errors import DeltafrontError
-from deltafront.service.request.answers import ChoiceEvent, GenerateFinished, RequestEvent
+from deltafront.service.request.answers import AnswerPart, ChoiceEvent, GenerateFinished, RequestEvent
 from deltafront.workers.messages.events import Usage
 
 

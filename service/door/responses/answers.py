@@ -15,11 +15,10 @@ from deltafront.service.door.http_stream import EMPTY_LINE
 from deltafront.service.door.openai.answers import report
 from deltafront.service.door.openai.errors import RENAMED, error_body
 from deltafront.service.door.openai.tools import ArgumentReader
-from deltafront.service.door.reasoning import AnswerPart
 from deltafront.service.door.responses.requests import ResponseFields, read_response
 from deltafront.service.door.responses.store import ResponseStore, StoredResponse
 from deltafront.service.errors import DeltafrontError, InvalidArgument
-from deltafront.service.request.answers import GenerateFinished
+from deltafront.service.request.answers import AnswerPart, GenerateFinished
 from deltafront.workers.messages.events import FinishReason, Token, Usage
 
 NAMES = FieldNames(
@@ -121,9 +120,8 @@ class ResponseReply:
 
     def end(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> list[Json]:
         events = self._push(parts)
-        cut = finish.reason is FinishReason.LENGTH
         for change in self._blocks.close():
-            events += self._changed(change, "incomplete" if cut else "completed")
+            events += self._changed(change, self._last_status(finish))
         response = self._finished(finish)
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
@@ -144,13 +142,18 @@ class ResponseReply:
         cut, blocks = finish.reason is FinishReason.LENGTH, self._blocks.blocks
         status = "incomplete" if cut else "completed"
         output = [self._item(block, "completed") for block in blocks[:-1]]
-        output += [self._item(block, status) for block in blocks[-1:]]
+        output += [self._item(block, self._last_status(finish)) for block in blocks[-1:]]
         details = {"reason": "max_output_tokens"} if cut else None
         response = self._response(status, output, incomplete_details=details, usage=self._usage(finish.usage))
         response |= report(finish)
         if self._store is not None:
             self._store.complete(response["id"], response, [self._message()])
         return response
+
+    def _last_status(self, finish: GenerateFinished) -> str:
+        """Return the status of the last item, which max_output_tokens or a stop string may cut off."""
+        cut = finish.reason is FinishReason.LENGTH or self._context.splitter.cut_off
+        return "incomplete" if cut else "completed"
 
     def _message(self) -> Json:
         """Return the answer as a message, which may be empty. A truncated tool call is left out."""

@@ -6,14 +6,16 @@ The format is recognised by its marker in the model's chat template.
 from __future__ import annotations
 
 import json
+import random
 import re
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+from deltafront.service.request.answers import CallPart
 from deltafront.service.request.calls import Tools
 from deltafront.service.request.text.detokenize import overlap
 from deltafront.service.request.text.tool_parameters import ParameterFormat, ParameterReader, parameter_rules
@@ -157,31 +159,39 @@ def _words(text: str, special: Mapping[str, int]) -> str:
     return " ".join(written)
 
 
-@dataclass(frozen=True)
-class CallPart:
-    """A piece of a tool call. Each call's first piece has its id and name."""
+def random_id(_index: int) -> str:
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
 
-    index: int
-    call_id: str = ""
-    name: str = ""
-    arguments: str = ""
+
+def seeded_id(seed: str, index: int) -> str:
+    """Make the id of a call from its index and a seed, so that a resumed answer's calls keep their ids."""
+    return "".join(random.Random(f"{index} {seed}").choices(_ID_LETTERS, k=_ID_LENGTH))
 
 
 class ToolCallParser:
     """Separates tool calls from text in a streamed answer that follows `tools_grammar`.
 
+    Args:
+        new_id: Makes the id of a call from its index.
+
     Attributes:
         calls: Number of calls that have begun.
     """
 
-    def __init__(self, form: ToolFormat, tools: Tools) -> None:
+    def __init__(self, form: ToolFormat, tools: Tools, new_id: Callable[[int], str] = random_id) -> None:
         self._form = form
+        self._new_id = new_id
         self._schemas = form.schemas(tools)
         self._held = ""
         self._calling: bool | None = None if not form.trigger else False
         """True if the next text belongs to a call; None before the answer has begun."""
         self._arguments: _JsonEnd | ParameterReader | None = None
         self.calls = 0
+
+    @property
+    def ended(self) -> bool:
+        """True if the arguments of the last call are complete, or no call has begun."""
+        return self._arguments is None
 
     def push(self, text: str) -> list[str | CallPart]:
         """Take the next text, and return the text and pieces of calls that are certain."""
@@ -223,8 +233,7 @@ class ToolCallParser:
             return None
         self._held, index = self._held[found.end() :], self.calls
         self._arguments, self.calls = self._form.arguments(self._schemas, found[1]), self.calls + 1
-        call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
-        return CallPart(index, call_id, found[1])
+        return CallPart(index, self._new_id(index), found[1])
 
     def _more_arguments(self, arguments: _JsonEnd | ParameterReader) -> CallPart | None:
         taken, length = arguments.read(self._held)

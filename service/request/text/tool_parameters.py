@@ -19,6 +19,8 @@ Schema = Mapping[str, Any]
 
 _NAME = re.compile(r"[^<>\r\n]{1,128}")
 """Names of parameters that a reader tells from the marks around them."""
+_IN_STRING = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
+"""The rest of a JSON string, without its closing quote."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,8 @@ class ParameterFormat:
         return re.compile(f"{before}(.+?){after}")
 
     @cached_property
-    def _string_or_end(self) -> re.Pattern[str]:
-        return re.compile(rf'"(?:[^"\\]++|\\.)*+"?|{re.escape(self.end)}', re.DOTALL)
-
-    def find_end(self, text: str, in_json: bool) -> int:
-        """Return where a value ends; -1 if it goes on. A string in JSON may spell the end."""
-        at = text.find(self.end)
-        if at < 0 or not in_json:
-            return at
-        found = self._string_or_end.finditer(text)
-        return next((match.start() for match in found if match.group() == self.end), -1)
+    def quote_or_end(self) -> re.Pattern[str]:
+        return re.compile(f'"|{re.escape(self.end)}')
 
 
 def parameter_rules(
@@ -119,14 +113,17 @@ def _may_be_null(schema: object) -> bool:
 
 
 class ParameterReader:
-    """Turns a call's parameters, which come in pieces, into a JSON object. `ended`: its tail was read."""
+    """Turns a call's parameters, which come in pieces, into a JSON object. It reads each character of a value
+    once, however many pieces the value has. `ended`: the call's tail was read."""
 
     def __init__(self, form: ParameterFormat, schema: Schema) -> None:
         self._form = form
         self._properties: Schema = schema.get("properties") or {}
         self._key: str | None = None
         self._count = 0
-        self._begun = self._quoted = False
+        self._begun = self._quoted = self._in_string = False
+        self._value: list[str] = []
+        """The pieces of the value that were read, but not returned."""
         self.ended = False
 
     def read(self, text: str) -> tuple[str, int]:
@@ -153,15 +150,47 @@ class ParameterReader:
 
     def _go_on(self, key: str, text: str) -> tuple[str, int] | None:
         schema = self._properties.get(key)
-        at = self._form.find_end(text, in_json=not _is_text(schema))
-        if at >= 0:
+        length, ended = self._find_end(text, in_json=not _is_text(schema))
+        self._value.append(text[:length])
+        if ended:
             self._key = None
-            return self._last(text[:at], schema), at + len(self._form.end)
-        ready = len(text) - overlap(text, self._form.end)
-        if not ready or not _is_text(schema) or _may_be_null(schema):
+            return self._last(self._take(), schema), length + len(self._form.end)
+        if not length:
             return None
+        return self._quote() if self._is_certainly_text(schema) else "", length
+
+    def _find_end(self, text: str, in_json: bool) -> tuple[int, bool]:
+        """Return how much of a text belongs to the value, and whether the value ends there. A string in JSON
+        may spell the end."""
+        at = 0
+        while True:
+            if self._in_string:
+                inside = _IN_STRING.match(text, at)
+                at = at if inside is None else inside.end()
+                if not text.startswith('"', at):
+                    return at, False  # a backslash at the end is read with the character that it escapes
+                self._in_string, at = False, at + 1
+            found = self._form.quote_or_end.search(text, at) if in_json else None
+            ends = text.find(self._form.end, at) if found is None else found.start()
+            if ends < 0:
+                return len(text) - overlap(text, self._form.end), False
+            if found is None or found[0] != '"':
+                return ends, True
+            self._in_string, at = True, found.end()
+
+    def _is_certainly_text(self, schema: object) -> bool:
+        if self._quoted or not _is_text(schema) or not _may_be_null(schema):
+            return _is_text(schema)
+        return not "null".startswith("".join(self._value))
+
+    def _quote(self) -> str:
         quote, self._quoted = "" if self._quoted else '"', True
-        return quote + _escaped(text[:ready]), ready
+        return quote + _escaped(self._take())
+
+    def _take(self) -> str:
+        value = "".join(self._value)
+        self._value.clear()
+        return value
 
     def _last(self, value: str, schema: object) -> str:
         """Return the JSON of a value's last piece; of the whole value, if no piece was returned before."""

@@ -13,7 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from deltafront.service.config import ConfigError
-from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter
+from deltafront.service.door.reasoning import ReasoningSplitter
+from deltafront.service.request.answers import AnswerPart
 from deltafront.service.request.text.detokenize import AnswerText, Detokenizer
 from deltafront.service.request.text.thoughts import is_open
 from deltafront.workers.model.weights.gguf_tokenizer import tokenizer_json

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import openai
 import pydantic
 import pytest
 
+from deltafront.service.door import http_stream
 from deltafront.service.door.http_door import HttpDoor
 from deltafront.service.door.responses.answers import ResponseReply
 from deltafront.service.door.responses.requests import read_response
@@ -70,6 +73,32 @@ def test_response_has_reasoning_text_and_tool_calls(api: openai.OpenAI, says: An
     assert len({one.call_id for one in calls}) == 2 and message.status == "completed"
     assert response.usage.output_tokens == len(ANSWER) + 1
     assert response.usage.output_tokens_details.reasoning_tokens == len("<think>Hm</think>")
+
+
+def test_tool_call_cut_by_a_stop_string_is_incomplete(api: openai.OpenAI, says: Any) -> None:
+    says(call("weather", ROME))
+    body = {"tools": [TOOL], "extra_body": {"skip_cache": True, "stop": '"days"'}}
+    events = list(ask(api, stream=True, **body))
+    ended = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.status for item in ended] == ["incomplete"]
+    response = ask(api, **body)
+    assert (response.status, response.output[0].status) == ("completed", "incomplete")
+
+
+def test_thread_serialises_the_events_that_echo_the_tools(
+    api: openai.OpenAI, says: Any, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says("Sunny")
+    dumps, seen = json.dumps, set[tuple[bool, bool]]()
+
+    def noted(value: Any, **options: Any) -> str:
+        seen.add(("response" in value, threading.current_thread().name == house.loop.name))
+        return dumps(value, **options)
+
+    monkeypatch.setattr(http_stream, "json", SimpleNamespace(dumps=noted))
+    *_, last = ask(api, tools=[TOOL], stream=True)
+    assert last.response.tools[0].parameters == WEATHER
+    assert seen == {(True, False), (False, True)}
 
 
 @pytest.mark.parametrize("said", [ANSWER, call("weather", ROME), "Sunny", "", "<think>a</think>"])

@@ -155,6 +155,25 @@ def test_tool_call_cut_by_max_tokens_finishes_by_length(api: openai.OpenAI, says
     assert ROME.startswith(calls_of(answer)[0][1])
 
 
+@pytest.mark.parametrize(
+    ("stop", "reason", "arguments"),
+    [
+        ('"days"', "stop", ROME[: ROME.index('"days"')]),
+        ("</tool_call>", "tool_calls", ROME),
+        ("Rome", "stop", '{"city": "'),
+    ],
+)
+def test_tool_call_cut_by_a_stop_string_finishes_by_stop(
+    api: openai.OpenAI, says: Any, stop: str, reason: str, arguments: str
+) -> None:
+    """As in OpenAI's API, only complete calls are `tool_calls`."""
+    says(call("weather", ROME))
+    answer = chat(api, tools=[tool()], max_tokens=300, stop=stop)
+    assert (answer.choices[0].finish_reason, calls_of(answer)) == (reason, [("weather", arguments)])
+    chunks = list(chat(api, tools=[tool()], max_tokens=300, stop=stop, stream=True))
+    assert chunks[-1].choices[0].finish_reason == reason
+
+
 def test_answer_without_tool_calls_follows_the_schema(api: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": WEATHER}}
     answer = chat(api, tools=[tool()], response_format=form, max_tokens=300).choices[0].message

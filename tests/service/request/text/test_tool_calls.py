@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from deltafront.service.request.answers import CallPart
 from deltafront.service.request.calls import Tools
 from deltafront.service.request.text.tool_calls import (
     FORMATS,
     MARKS,
-    CallPart,
     ToolCallParser,
     ToolFormat,
     format_of,
@@ -224,6 +224,51 @@ def test_grammar_permits_no_tool_parameters_outside_the_schema(
     grammar = tools_grammar(form, Tools((FUNCTION,), "required"), {}, None)
     with pytest.raises(GrammarError):
         grammars.begin(grammar, [*rendered(form, "plan", wrong).encode()])
+
+
+LONG = {
+    "a": 'say "x\\y" ' * 300,
+    "b": {"c": ["</parameter>\n" * 300, 1.5] * 3},
+    "d": "null" * 300,
+    "e": [1] * 999,
+}
+LONG_TYPES = {"a": {"type": "string"}, "b": {"type": "object"}, "d": {"type": ["string", "null"]}, "e": {}}
+
+
+@BY_MARKER
+def test_parser_reads_a_character_of_arguments_a_few_times(
+    form: ToolFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts the characters that the reader of arguments is given, when each comes alone."""
+    counted, make = list[int](), ToolFormat.arguments
+
+    def counting(self: ToolFormat, schemas: Any, name: str) -> Any:
+        reader = make(self, schemas, name)
+        read = reader.read
+        monkeypatch.setattr(reader, "read", lambda text: counted.append(len(text)) or read(text))
+        return reader
+
+    monkeypatch.setattr(ToolFormat, "arguments", counting)
+    if form.parameters is None:
+        text = form.trigger + form.first + form.head.replace("NAME", "f") + json.dumps(LONG) + form.tail
+    else:
+        text = rendered(form, "f", LONG)
+    function = {"name": "f", "parameters": {"type": "object", "properties": LONG_TYPES}}
+    _said, ((_name, arguments),) = read(form, text, list(range(len(text))), [function])
+    assert json.loads(arguments) == LONG
+    assert sum(counted) < 20 * len(text)
+
+
+@BY_PARAMETERS
+def test_text_that_may_be_null_is_streamed_once_it_is_not_null(form: ToolFormat) -> None:
+    for value in ("nullable", None, "nul", "", "null and void"):
+        text = rendered(form, "f", {"d": value})
+        function = {"name": "f", "parameters": {"type": "object", "properties": LONG_TYPES}}
+        _said, ((_name, arguments),) = read(form, text, list(range(len(text))), [function])
+        assert json.loads(arguments) == {"d": value}
+    parser = ToolCallParser(form, Tools((function,)))
+    begun = parser.push(rendered(form, "f", {"d": "nullable"}).partition("able")[0] + "a")
+    assert "".join(part.arguments for part in begun if isinstance(part, CallPart)) == '{"d": "nulla'
 
 
 @BY_PARAMETERS
