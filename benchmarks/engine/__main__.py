@@ -20,8 +20,6 @@ Cases:
 - asked: TTFT of a prompt of --tokens that ends in its question, with --recompute blocks recomputed.
 - cached: TTFT of cached prompts, in a separate service: with another question, with a new last quarter, and
   in a conversation of 43 turns that grows to --turn-tokens.
-- crowd: 10 prompts of 32,768 and 64 of 2,048 tokens sent together, with answers of 128, for each of
-  --target-gap-ms, in a separate service each.
 - tiers: TTFT of prompts in --host-gib of host memory and on disk, while the decode worker has room for one
   (`tiers.py`).
 
@@ -53,7 +51,7 @@ import torch
 import yaml
 
 from deltafront.benchmarks.arguments import parser_of
-from deltafront.benchmarks.engine import cached, crowd, measure, peer_attention, rows, tiers
+from deltafront.benchmarks.engine import cached, measure, peer_attention, rows, tiers
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.products import products_s
 from deltafront.benchmarks.engine.rows import BATCH, Row, merge_into, row
@@ -68,7 +66,7 @@ from deltafront.workers.settings import KVDtype, Quantisation
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "engine_h200.json"
 BY_DEFAULT = ("ready", "ttft", "peers", "products", "decode")
-CASES = (*BY_DEFAULT, "throughput", "questions", "asked", "cached", "crowd", "tiers")
+CASES = (*BY_DEFAULT, "throughput", "questions", "asked", "cached", "tiers")
 SERVED = {"ttft", "decode", "peers", "throughput", "questions", "asked"}
 DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
 """Densities of `dpxa` by prompt length in tokens. A prompt gets that of the nearest length, by ratio."""
@@ -92,7 +90,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help="of each process on a GPU")
     parser.add_argument("--host-gib", type=float, default=40.0, help="of host memory, of tiers")
     parser.add_argument("--turn-tokens", type=int, default=142_000, help="of the last turn of cached")
-    parser.add_argument("--target-gap-ms", type=float, nargs="+", default=[0.0], help="of crowd")
     parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--recompute", type=int, nargs="+", default=[0, 8, 16], help="blocks")
     parser.add_argument("--questions", type=int, default=9, help="asked of each")
@@ -289,19 +286,6 @@ class Run:
             options = self.options("dpxa", given.turn_tokens)
             self.keep(cached.turns(client, made, given.turn_tokens, options, gpus), setup)
 
-    def crowd(self, stages: int, kv_dtype: KVDtype | None, files: str) -> None:
-        """Measure crowds of prompts, once to warm up and once for the row."""
-        for load, gap_ms in itertools.product(crowd.LOADS, self.given.target_gap_ms):
-            setup = self.setup(stages, kv_dtype, files, more=crowd.settings(load, gap_ms))
-            with self.started(setup) as client:
-                for method in self.given.methods:
-                    options = {"method": method, "options": self.options(method, load.tokens)}
-                    for seed in range(2):
-                        prompts = self.prompts(load.prompts, load.tokens, seed=50 + seed)
-                        seconds, heard = crowd.answered(client, prompts, load.answer, options)
-                    case = f"{load.name}_{method}_gap_{gap_ms:g}"
-                    self.keep(crowd.crowd_row(case, load, seconds, heard, setup.gpus), setup)
-
     def tiers(self, stages: int, kv_dtype: KVDtype | None, files: str) -> None:
         """Measure the KV cache's host and disk tiers, in services that share a directory."""
         given, tokens = self.given, self.given.tokens[0]
@@ -375,8 +359,6 @@ class Run:
                 self.serve(setup)
             if "cached" in self.given.cases:
                 self.cached(self.setup(stages, kind, files, remembers=True))
-            if "crowd" in self.given.cases:
-                self.crowd(stages, kind, files)
             if "tiers" in self.given.cases:
                 self.tiers(stages, kind, files)
         if "products" in self.given.cases:

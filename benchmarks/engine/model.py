@@ -119,7 +119,7 @@ _ENDS = "ends"
 def write_model(
     directory: Path, shape: ModelConfig, device: torch.device, *, fp8_files: bool = False
 ) -> None:
-    """Write a directory that `workers.model` loads: bf16 weights drawn on `device`, a tokenizer of few words.
+    """Write a directory that `workers.model` loads: bf16 weights drawn on `device`, and a tokenizer.
 
     If the directory already has weights of this shape, they stay. config.json is written last, so a directory
     with config.json is complete. fp8_files: Store the layers' matrices as compressed-tensors e4m3, rounded by
@@ -143,9 +143,16 @@ def write_model(
         ]
         index = {name: file for file, job in zip(shards, jobs, strict=True) for name in job.result()}
     (directory / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    words = {f"w{number}": number for number in range(min(64, shape.vocab))}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    _write_tokenizer(directory, shape.vocab)
     path.write_text(json.dumps(config))
+
+
+def _write_tokenizer(directory: Path, vocabulary: int) -> None:
+    """Write a tokenizer with a word for each token id, so that each generated token is streamed at once."""
+    words = {f"w{number}": number for number in range(vocabulary)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}  # else vLLM takes the class from config.json
+    (directory / "tokenizer_config.json").write_text(json.dumps(kind))
 
 
 def _stored(name: str, shape: ModelConfig) -> str:

@@ -1,0 +1,1 @@
+"""Generates load for servers of OpenAI's HTTP API and measures their answers."""
