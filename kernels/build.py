@@ -52,7 +52,7 @@ def build(
         )
     method: Attention = Composition(selector, part_of(preset.backend)(options))
     if spec.correction:
-        method = Correction(method, int(values["gamma"]), spread=bool(values["spread"]))
+        method = Correction(method, int(values["gamma"]), spread=float(values["spread"]))
     shortest = int(values.get("min_tokens", 0))
     if shortest > 0:
         method = DenseWhenShort(method, Composition(None, DenseBackend()), shortest)

@@ -42,12 +42,12 @@ class Correction:
     """Corrects a sparse method's output (equations 4 to 7), with the dense tail of appendix C.
 
     Every gamma-th row, by absolute position, is computed densely. Its difference, dense minus sparse output,
-    is added to that row and, with `spread`, to the gamma - 1 rows after it (equations 6 and 7). Without
-    `spread` the dense rows only replace the sparse ones (equation 5, the paper's "recompute"). The prompt's
-    last full block and all rows after it are dense. The result does not depend on where chunks begin.
+    is added to that row and, times `spread`, to the gamma - 1 rows after it (1: equations 6 and 7). With 0
+    the dense rows only replace the sparse ones (equation 5, the paper's "recompute"). The prompt's last full
+    block and all rows after it are dense. The result does not depend on where chunks begin.
     """
 
-    def __init__(self, inner: Attention, gamma: int, *, spread: bool = True) -> None:
+    def __init__(self, inner: Attention, gamma: int, *, spread: float = 1.0) -> None:
         if gamma < 1:
             raise KernelInputError(f"correction: gamma {gamma} is less than 1")
         self.inner = inner
@@ -78,8 +78,13 @@ class Correction:
         if not self.spread:
             body_BHTD[:, :, first :: self.gamma] = strided_BHRD
         elif tail > 0:
-            carried_BHD = state.carried_BHD
-            state.carried_BHD = add_differences(body_BHTD, strided_BHRD, carried_BHD, first, self.gamma)
+            added_BHRD, carried_BHD = strided_BHRD, state.carried_BHD
+            if self.spread < 1:
+                sparse_BHRD = body_BHTD[:, :, first :: self.gamma].float()
+                added_BHRD = torch.lerp(sparse_BHRD, strided_BHRD.float(), self.spread)
+            state.carried_BHD = add_differences(body_BHTD, added_BHRD, carried_BHD, first, self.gamma)
+            if self.spread < 1:
+                body_BHTD[:, :, first :: self.gamma] = strided_BHRD
         out_BHTD[:, :, tail:] = last_BHRD
 
     def _tail_begin(self, x: AttentionInput) -> int:

@@ -136,4 +136,6 @@ class CorrectionOptions:
     """Options that `+delta` adds to a method's own (Δ Attention, Willette et al. 2025, section 3)."""
 
     gamma: int = option(64, 1, 4096, "every gamma-th query row is computed densely")
-    spread: bool = option(True, 0, 1, "add a dense row's difference to the rows after it; 0: do not")
+    spread: float = option(
+        1.0, 0.0, 1.0, "share of a dense row's difference that the rows after it get; 1: equation 6, 0: 5"
+    )

@@ -77,7 +77,7 @@ def test_default_options_are_within_bounds_and_build_a_method(name: str) -> None
     assert spec.module.startswith("deltafront.kernels.") and not spec.correction
     build(spec)
     corrected = method_spec(f"{name}+delta", {"gamma": 32})
-    assert corrected.correction and corrected.values == {**given, "gamma": 32, "spread": True}
+    assert corrected.correction and corrected.values == {**given, "gamma": 32, "spread": 1.0}
     build(corrected)
 
 

@@ -86,14 +86,15 @@ def mixed_attention(
     return out_BHTD
 
 
-def corrected(x: AttentionInput, sparse_BHTD: torch.Tensor, gamma: int, *, spread: bool) -> torch.Tensor:
-    """Correct sparse_BHTD row by row by Δ Attention's equation 6 with `spread`, else equation 5."""
+def corrected(x: AttentionInput, sparse_BHTD: torch.Tensor, gamma: int, *, spread: float) -> torch.Tensor:
+    """Correct sparse_BHTD row by row by Δ Attention's equation 6, times `spread` after a dense row."""
     dense_BHTD = reference_attention(x)
     out_BHTD = sparse_BHTD.clone()
     for row in range(out_BHTD.shape[2]):
         anchor = row // gamma * gamma
         if row >= (x.prompt_tokens // BLOCK - 1) * BLOCK:
             out_BHTD[:, :, row] = dense_BHTD[:, :, row]
-        elif spread or row == anchor:
-            out_BHTD[:, :, row] += dense_BHTD[:, :, anchor] - sparse_BHTD[:, :, anchor]
+        else:
+            factor = 1 if row == anchor else spread
+            out_BHTD[:, :, row] += factor * (dense_BHTD[:, :, anchor] - sparse_BHTD[:, :, anchor])
     return out_BHTD

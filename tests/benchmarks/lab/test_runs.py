@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deltafront.benchmarks.lab.__main__ import main
+from deltafront.benchmarks.lab.delta_forms import attended, changes, seen_keys
+from deltafront.benchmarks.lab.delta_forms import main as forms
+from deltafront.tests.numerics import random_input
 from deltafront.tests.service.inprocess import VOCABULARY, write_tokenizer
 from deltafront.tests.workers.tiny_model import make_tiny_model
 
@@ -42,6 +46,28 @@ def run(model: Path, prompts: Path, result: Path, *more: str) -> dict[str, Any]:
     assert main([*given.split(), *how.split(), *more]) == 0
     written: dict[str, Any] = json.loads(result.read_text())
     return written
+
+
+def test_forms_of_the_correction_agree_in_dense_rows(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = random_input(300, q_heads=2, kv_heads=1, head_dim=16)
+    causal_TS = torch.ones(300, 300, dtype=torch.bool).tril()
+    dense = attended(x, causal_TS)
+    sparse = attended(x, seen_keys("streaming:min_tokens=0,window=1,sink=1", x))
+    for change_HTD in changes(dense, sparse, 16).values():
+        torch.testing.assert_close((sparse[0] + change_HTD)[:, ::16], dense[0][:, ::16])
+    for change_HTD in changes(dense, dense, 16).values():
+        torch.testing.assert_close(change_HTD, torch.zeros_like(change_HTD))
+    text, result = tmp_path / "text.txt", tmp_path / "forms.json"
+    text.write_text(" ".join(f"Sentence {n} tells of nothing." for n in range(90)))
+    given = f"--model {model} --text {text} --result {result} --tokens 900 --samples 2 --tasks single_1"
+    methods = ["--methods", "streaming:min_tokens=0,window=1,sink=1"]
+    assert forms([*given.split(), "--rope-scaling", YARN, "--dtype", "float32", *methods]) == 0
+    rows = {(row["gamma"], row["form"]): row["error left"] for row in json.loads(result.read_text())["rows"]}
+    assert len(rows) == 2 * 9
+    assert 0.7 < rows[16, "equation 5"] < rows[64, "equation 5"] < 1
+    del capsys
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
