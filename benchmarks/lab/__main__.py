@@ -7,7 +7,8 @@
 A setting is METHOD:OPTIONS@BLOCKS/DELTA. With @BLOCKS, BLOCKS blocks are recomputed and the prompt's last
 128 to 255 tokens are then prefilled again densely, as in the service with `recompute_blocks`. Answers are
 decoded greedily over all keys. With /DELTA they are decoded over the pages that DELTA selects, as in a decode
-worker: dense/delta_layers=2+14 or dpxa@8/delta_layers=2+14,page_budget=64,recency=8,full_layers=0+1.
+worker: dense/delta_layers=2+14 or dpxa@8/delta_layers=2+14,page_budget=64,recency=8,full_layers=0+1. The
+result has the share of all layers' pages that the longest prompt's decode steps read.
 All runs in one process without Ray, with the layers and kernels of the service's workers.
 --prompts takes prompts from a JSONL file (`lab.ruler` makes one) in place of --text. --chat sends each prompt
 as the user's message of the model's chat template. --rope-scaling extends the model's positions by YaRN.
@@ -39,7 +40,7 @@ from deltafront.benchmarks.reader import load_tokenizer
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.workers.evaluation.answering import Decode, Together
 from deltafront.workers.evaluation.comparison import ComparedRow, compare, markdown
-from deltafront.workers.evaluation.paged import delta_plan
+from deltafront.workers.evaluation.paged import delta_plan, share_read
 from deltafront.workers.evaluation.prompts import Sample
 from deltafront.workers.evaluation.setting import Setting, delta_config
 from deltafront.workers.model.decoder.load import load_model
@@ -62,12 +63,12 @@ def main(given: Sequence[str] | None = None) -> int:
     except AnswerFileError as error:
         sys.exit(str(error))
     stack = load_model(model_of(arguments), arguments.device)
-    room = max(sample.tokens for sample in samples) + arguments.answer_tokens
-    together = Together(stack, min(arguments.together, len(samples)), room)
+    longest = max(sample.tokens for sample in samples)
+    together = Together(stack, min(arguments.together, len(samples)), longest + arguments.answer_tokens)
     methods = by_method([Setting("dense"), *arguments.settings])
-    for setting in arguments.settings:
-        if setting.delta:
-            delta_plan(stack, delta_config(setting.delta))
+    every = [*map(Setting.parse, answers.settings), *arguments.settings]
+    plans = {str(each): delta_plan(stack, delta_config(each.delta)) for each in every if each.delta}
+    run["pages_read"] = {setting: share_read(plan, longest) for setting, plan in plans.items()}
     for method, some in methods.items():
         begun = time.monotonic()
         for _ in answered(together, some, samples, answers, arguments, tokenizer.decode):

@@ -22,6 +22,13 @@ def delta_plan(stack: LayerStack, config: DecodeConfig) -> LayerPlan:
     return plan
 
 
+def share_read(plan: LayerPlan, tokens: int) -> float:
+    """Return the share of all layers' KV pages that a decode step of a request of `tokens` tokens reads."""
+    read, held = plan.pages_read(tokens, selects=True)
+    every = len(plan.roles) * pages_for(tokens)
+    return (every - held + read) / every
+
+
 class PagedSteps:
     """The KV of a batch in pages, in a copy that decode steps extend.
 

@@ -12,11 +12,13 @@ import torch
 from deltafront.benchmarks.lab.__main__ import main
 from deltafront.benchmarks.lab.delta_forms import attended, changes, seen_keys
 from deltafront.benchmarks.lab.delta_forms import main as forms
+from deltafront.benchmarks.lab.recall import main as recall
 from deltafront.tests.numerics import random_input
 from deltafront.tests.service.inprocess import VOCABULARY, write_tokenizer
 from deltafront.tests.workers.tiny_model import make_tiny_model
 
 SPARSE = "streaming:min_tokens=0,window=128"
+PAGED = "dense/delta_layers=2,page_budget=10"
 YARN = "factor=2,original_max_position_embeddings=512"
 
 
@@ -63,10 +65,30 @@ def test_forms_of_the_correction_agree_in_dense_rows(
     text.write_text(" ".join(f"Sentence {n} tells of nothing." for n in range(90)))
     given = f"--model {model} --text {text} --result {result} --tokens 900 --samples 2 --tasks single_1"
     methods = ["--methods", "streaming:min_tokens=0,window=1,sink=1"]
-    assert forms([*given.split(), "--rope-scaling", YARN, "--dtype", "float32", *methods]) == 0
+    assert (
+        forms([*given.split(), "--rope-scaling", YARN, "--dtype", "float32", "--device", "cpu", *methods])
+        == 0
+    )
     rows = {(row["gamma"], row["form"]): row["error left"] for row in json.loads(result.read_text())["rows"]}
     assert len(rows) == 2 * 9
     assert 0.7 < rows[16, "equation 5"] < rows[64, "equation 5"] < 1
+    del capsys
+
+
+def test_recall_prefills_beyond_the_models_positions_by_yarn(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, result = tmp_path / "text.txt", tmp_path / "recall.json"
+    text.write_text(" ".join(f"Sentence {n} tells of nothing." for n in range(90)))
+    given = f"--model {model} --text {text} --result {result} --tokens 1000 --samples 1 --tasks multivalue"
+    assert recall([*given.split(), "--rope-scaling", YARN, "--dtype", "float32", "--device", "cpu"]) == 0
+    written = json.loads(result.read_text())
+    assert written["rope_scaling"] == {
+        "factor": 2,
+        "original_max_position_embeddings": 512,
+        "rope_type": "yarn",
+    }
+    assert [row["mean_8"] for row in written["rows"]] == [1, 1]  # of six blocks all are chosen
     del capsys
 
 
@@ -78,17 +100,18 @@ def test_a_stopped_run_continues_without_repeating_answers(
     model: Path, prompts: Path, tmp_path: Path
 ) -> None:
     result, answers = tmp_path / "lab.json", tmp_path / "lab.answers.jsonl"
-    whole = run(model, prompts, result, SPARSE)
-    assert [row["samples"] for row in whole["rows"]] == [3, 3]
+    whole = run(model, prompts, result, PAGED, SPARSE)
+    assert [row["samples"] for row in whole["rows"]] == [3, 3, 3]
     assert list(whole["rows"][0]["by_task"]) == ["a", "b"]
     lines = answers.read_text().splitlines(keepends=True)
-    kept = "".join(lines[:5])  # the run's description, three samples of dense attention and one
-    answers.write_text(kept + lines[5][:40])
+    kept = "".join(lines[:8])  # the run's description, three samples with dense prefill and one
+    answers.write_text(kept + lines[8][:40])
     again = run(model, prompts, result, f"{SPARSE}@1", SPARSE)
-    assert untimed(again["rows"])[:2] == untimed(whole["rows"])
-    assert again["rows"][2]["setting"] == f"{SPARSE}@1" and again["rows"][2]["samples"] == 3
+    assert again["pages_read"] == whole["pages_read"] == {PAGED: (3 * 40 + 2 * 10) / (5 * 40)}
+    assert untimed(again["rows"])[:3] == untimed(whole["rows"])
+    assert again["rows"][3]["setting"] == f"{SPARSE}@1" and again["rows"][3]["samples"] == 3
     assert answers.read_text().startswith(kept)
-    assert len(answers.read_text().splitlines()) == 1 + 3 * 3
+    assert len(answers.read_text().splitlines()) == 1 + 4 * 3
 
 
 def test_results_record_yarn_and_the_chat_template(
