@@ -90,7 +90,6 @@ class HttpDoor:
         )
         self.app: ASGIApp = Starlette(
             routes=[
-                *([Route("/", page(), methods=["GET"])] if has_page else []),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
                 Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -104,6 +103,7 @@ class HttpDoor:
                 Route("/health", self._health),
                 Route("/ping", self._health),
                 Route("/version", self._version),
+                *([Route("/", page(), methods=["GET"])] if has_page else []),
             ],
             middleware=[*_for_pages_of(origins), Middleware(_StripTrailingSlash)],
             exception_handlers={DeltafrontError: self._models_error, HTTPException: _not_served},
