@@ -92,6 +92,43 @@ BY_METHOD = Row(
         ),
     ),
 )
+_DENSE_NATS, _GIVEN_NATS = (f'{_METHOD},reading="{reading}"' for reading in ("dense", "given"))
+_NATS = "shadow_nats_total"
+_LOST_NATS = (
+    f"({rate(_NATS, 'method', _DENSE_NATS)} - {rate(_NATS, 'method', _GIVEN_NATS)})"
+    f" / {rate('shadow_tokens_total', 'method', _METHOD)}"
+)
+QUALITY = Row(
+    "Against dense attention (door.shadow)",
+    (
+        Panel(
+            "Agreement with dense attention",
+            "Share of an answer's positions where dense attention, after the same tokens, has the same "
+            "likeliest token; mean over sampled answers. Rounding alone costs a little. Falling: run "
+            "`deltafront evaluate` with such prompts.",
+            "percentunit",
+            [Query(mean("shadow_agreement_ratio", "method", _METHOD), "{{method}}")],
+            absent="no answer was compared",
+        ),
+        Panel(
+            "Log-probability above dense attention",
+            "Nats a token: log p(given) - log p(dense), mean over the answers' tokens. At temperature 1, "
+            "without top_p and top_k, it estimates KL(given || dense).",
+            "short",
+            [Query(_LOST_NATS, "{{method}}")],
+            absent="no answer was compared",
+            signed=True,
+        ),
+        Panel(
+            "Sampled answers",
+            "By outcome. `ended`: a request came. `expired`: no worker was idle within ten minutes. "
+            "`skipped`: another answer was being compared.",
+            "short",
+            [Query(increase("shadow_reads_total", "outcome"), "{{outcome}}")],
+            stacked=True,
+        ),
+    ),
+)
 COST = Row(
     "What it costs and saves",
     (
@@ -236,7 +273,7 @@ DASHBOARD = Dashboard(
     "Sparsity and its overhead",
     "Density, what choosing tiles costs, and what dense attention would have cost, by method, layer and "
     "stage.",
-    (BY_METHOD, COST, BY_LAYER),
+    (BY_METHOD, QUALITY, COST, BY_LAYER),
     variables=(
         (
             "method",

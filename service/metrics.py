@@ -6,18 +6,18 @@ share a directory. The door that holds the scrape port reports the values of all
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess, values
 from prometheus_client.registry import Collector
 
 from deltafront.service.errors import Code
+from deltafront.service.fleet.worker_gauges import WorkerGauges
 from deltafront.workers.messages.events import DecodeReport, FinishReason, PrefillReport, Usage
-from deltafront.workers.messages.states import TierStats, WorkerStats
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 FINISHED = "finished"
@@ -41,6 +41,7 @@ _TOKEN_SECONDS = (
 _PROMPT_TOKENS = tuple(1 << power for power in range(4, 21))
 _ANSWER_TOKENS = tuple(1 << power for power in range(18))
 _SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_AGREEMENTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0)
 _RATIOS = (*_SHARES, 1.5, 2, 3, 5, 10)
 _LENGTHS = ((1 << 10, "1K"), (1 << 12, "4K"), (1 << 14, "16K"), (1 << 16, "64K"), (1 << 18, "256K"))
 """The values of the label `prompt`, by their upper bounds in tokens."""
@@ -53,6 +54,19 @@ class CachedIn(StrEnum):
     ENTRIES = "entries"
     HOST = "host"
     DISK = "disk"
+
+
+class ShadowOutcome(StrEnum):
+    """Outcomes of the comparison of a sampled answer with dense attention."""
+
+    COMPARED = "compared"
+    ENDED = "ended"
+    """A caller's request came first."""
+    EXPIRED = "expired"
+    """Workers were not idle for long enough."""
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    """Another answer of this door was being compared."""
 
 
 class Metrics:
@@ -73,6 +87,7 @@ class Metrics:
         self._declare_latencies()
         self._declare_tokens()
         self._declare_attention()
+        self._declare_shadow()
         self._declare_prefill()
         self._declare_outcomes()
         self.workers = WorkerGauges(self._gauge)
@@ -154,6 +169,27 @@ class Metrics:
         self._overhead = self._histogram(
             "scoring_overhead_ratio", "Time of scoring over time of attention", _RATIOS, "method"
         )
+
+    def _declare_shadow(self) -> None:
+        self._shadows = self._counter(
+            "shadow_reads_total",
+            "Sampled answers to compare with dense attention, by what became of them",
+            "outcome",
+        )
+        self._shadow_tokens = self._counter("shadow_tokens_total", "Tokens of compared answers", "method")
+        self._shadow_nats = self._counter(
+            "shadow_nats_total",
+            "Negative log-probabilities of these tokens, added up; reading: given, or dense attention's",
+            "method reading",
+        )
+        self._agreement = self._histogram(
+            "shadow_agreement_ratio",
+            "Positions of a compared answer where dense attention has the same likeliest token",
+            _AGREEMENTS,
+            "method",
+        )
+        for outcome in ShadowOutcome:
+            self._shadows.labels(outcome)
 
     def _declare_prefill(self) -> None:
         self._prompts = self._counter(
@@ -277,6 +313,19 @@ class Metrics:
         for stage, seconds in enumerate(report.launch_bound):
             self._launch_bound.labels(stage, report.method).inc(seconds)
 
+    def count_shadow(self, outcome: ShadowOutcome) -> None:
+        self._shadows.labels(outcome).inc()
+
+    def observe_shadow(
+        self, method: str, tokens: int, given_nats: float, dense_nats: float, agreement: float | None
+    ) -> None:
+        """Record a comparison with dense attention (`Comparison` in service/request/shadow.py)."""
+        self._shadow_tokens.labels(method).inc(tokens)
+        self._shadow_nats.labels(method, "given").inc(max(0.0, given_nats))
+        self._shadow_nats.labels(method, "dense").inc(max(0.0, dense_nats))
+        if agreement is not None:
+            self._agreement.labels(method).observe(agreement)
+
     def observe_handoff(self, report: DecodeReport) -> None:
         self._handoff_seconds.observe(report.handoff_seconds)
 
@@ -296,109 +345,6 @@ class Metrics:
 
     def expose(self) -> bytes:
         return generate_latest(self.registry())
-
-
-class WorkerState(NamedTuple):
-    """The values of a worker's gauges. usage: share of pages in use. queue_tokens: prompt tokens not yet
-    prefilled.
-    """
-
-    usage: float = 0.0
-    pages_free: int = 0
-    pages_total: int = 0
-    running: int = 0
-    waiting: int = 0
-    sessions: int = 0
-    queue_tokens: int = 0
-    tokens_per_second: float = 0.0
-    up: int = 0
-    draining: int = 0
-    pages_remembered: int = 0
-    pages_evicted: int = 0
-    pages_evicted_retained: int = 0
-    page_bytes: int = 0
-    evicted_age_s: float = 0.0
-    append_tokens_per_second: float = 0.0
-    fetched_tokens_per_second: float = 0.0
-
-
-def state_of(stats: WorkerStats) -> WorkerState:
-    known = {name: value for name, value in vars(stats).items() if name in WorkerState._fields}
-    usage = 1 - stats.pages_free / stats.pages_total if stats.pages_total else 0.0
-    return WorkerState(usage=usage, queue_tokens=getattr(stats, "waiting_tokens", 0), up=1, **known)
-
-
-_WORKER_GAUGES = {
-    "usage": ("kv_cache_usage_ratio", "KV pages in use"),
-    "pages_free": ("kv_pages_free", "KV pages that no request or session holds, cached ones included"),
-    "pages_total": ("kv_pages", "KV pages, held or not"),
-    "running": ("num_requests_running", "Requests that a worker computes"),
-    "waiting": ("num_requests_waiting", "Requests that wait in a worker"),
-    "sessions": ("sessions", "Sessions that a decode worker holds"),
-    "queue_tokens": ("queue_tokens", "Prompt tokens waiting for prefill in a group"),
-    "tokens_per_second": ("prefill_tokens_per_second", "Recent rate of prefill of a group"),
-    "up": ("worker_up", "1 for a worker that answers, 0 for one that did"),
-    "draining": ("worker_draining", "1 for a worker that ends what it has and goes"),
-    "pages_remembered": ("kv_pages_remembered", "KV pages in the prefix cache"),
-    "pages_evicted": ("kv_pages_evicted", "Pages evicted from the prefix cache since the start"),
-    "pages_evicted_retained": ("kv_pages_evicted_retained", "Those that were still to be retained"),
-    "page_bytes": ("kv_page_bytes", "Bytes of a page of a decode worker"),
-    "evicted_age_s": ("kv_evicted_age_seconds", "Their ages since their last use, added up"),
-    "append_tokens_per_second": ("append_tokens_per_second", "Recent rate of prefill of a decode worker"),
-    "fetched_tokens_per_second": ("kv_fetch_tokens_per_second", "Recent rate of KV fetched back by stages"),
-}
-"""The name and text of the gauge for each field of WorkerState."""
-_TIER_GAUGES = {
-    "room": ("kv_tier_room_pages", "Pages that a tier below the GPU holds at most"),
-    "pages": ("kv_tier_pages", "Cached pages"),
-    "evicted": ("kv_tier_evicted_pages", "Pages evicted since the start"),
-    "evicted_retained": ("kv_tier_evicted_retained_pages", "Those that were still to be retained"),
-    "evicted_age_s": ("kv_tier_evicted_age_seconds", "Their ages since their last use, added up"),
-    "missed": ("kv_tier_missed_pages", "Pages that were gone before they were copied there, or lost"),
-    "back": ("kv_tier_back_pages", "Pages that came back since the start"),
-    "back_s": ("kv_tier_back_seconds", "The time that took"),
-    "bytes_per_page": ("kv_tier_page_bytes", "Bytes of a page"),
-}
-"""The name and text of the gauge for each field of TierStats."""
-
-
-class WorkerGauges:
-    """Gauges of all workers. Each door reports all, so queries take `max by (worker)` first."""
-
-    def __init__(self, gauge: Callable[..., Any]) -> None:
-        self._known: set[str] = set()
-        self._known_tiers: set[tuple[str, str]] = set()
-        self._gauges = {field: gauge(*said, "worker") for field, said in _WORKER_GAUGES.items()}
-        self._tiers = {field: gauge(*said, "worker tier") for field, said in _TIER_GAUGES.items()}
-        self._compilations = gauge(
-            "kernel_compilations",
-            "Forms of kernels compiled, or loaded from disk: in warm-up, or while requests may wait",
-            "worker phase",
-        )
-
-    def tiered(self, worker: str, tiers: Sequence[TierStats]) -> None:
-        for tier in tiers:
-            self._known_tiers.add((worker, tier.tier))
-            for name, gauge in self._tiers.items():
-                gauge.labels(worker, tier.tier).set(getattr(tier, name))
-
-    def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:
-        """Set the number of kernels compiled so far, by phase. This metric is a gauge because counters are
-        summed over doors."""
-        for phase, count in phases:
-            self._compilations.labels(worker, phase).set(count)
-
-    def update(self, workers: Mapping[str, WorkerState]) -> None:
-        """Set the gauges of all live workers. Workers that are gone get zeros."""
-        gone = dict.fromkeys(self._known - workers.keys(), WorkerState())  # a series cannot be removed
-        for worker, state in {**gone, **workers}.items():
-            for field, gauge in self._gauges.items():
-                gauge.labels(worker).set(getattr(state, field))
-        for worker, tier in self._known_tiers:
-            if worker in gone:
-                for gauge in self._tiers.values():
-                    gauge.labels(worker, tier).set(0)
-        self._known |= workers.keys()
 
 
 class _NodeCollector(Collector):

@@ -119,6 +119,9 @@ class DoorConfig:
     prefix_scope: Literal["owner", "all"] = "owner"
     """`all`: callers share the prefix cache. Then a caller who guesses the beginning of another's prompt can
     see from the time and from `cached_tokens` that it was sent."""
+    shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of sparsely prefilled prompts, such as 0.001, whose answers idle decode workers read again with
+    dense attention, for the metrics `deltafront_shadow_*`. 0: none."""
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries of a request after its worker died."""
     worker_wait_s: Positive = 60.0

@@ -16,7 +16,8 @@ from deltafront.service.door.auth import Authenticator, TokenFile
 from deltafront.service.door.tls import Certificates, Gate, TlsFiles
 from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.fleet.fleet_view import FleetView
-from deltafront.service.metrics import Metrics, state_of
+from deltafront.service.fleet.worker_gauges import state_of
+from deltafront.service.metrics import Metrics
 from deltafront.service.request.answers import MeasuredInfo, MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from deltafront.service.request.callers import Callers, Quota
 from deltafront.service.request.calls import SamplingParams
@@ -24,6 +25,7 @@ from deltafront.service.request.check import Limits, model_sampling
 from deltafront.service.request.context import Resources
 from deltafront.service.request.handler import CancelAtOtherDoors, RequestHandler, no_other_doors
 from deltafront.service.request.rates import RateLimits
+from deltafront.service.request.shadow import ShadowReads
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.service.settings import DoorConfig
 from deltafront.service.tracing import Tracing
@@ -117,6 +119,7 @@ def request_handler(
         eos_ids=model.eos_ids,
         tracing=tracing or Tracing(),
         grammars=Grammars(directory, model.vocab, model.eos_ids),
+        shadow=ShadowReads(door_id, fleet, metrics, door.shadow, door.refresh_s),
         profile=profile,
     )
     resources.grammars.load_soon()

@@ -68,7 +68,8 @@ ROOMS = {
     "service.config": """kernels.constants kernels.methods workers.settings service.settings
         workers.kv.pages.host_tier workers.model.family_registry workers.model.directory
         workers.model.calibrated""",
-    "service.metrics": "workers.messages service.errors",
+    "service.fleet.worker_gauges": "workers.messages",
+    "service.metrics": "workers.messages service.errors service.fleet.worker_gauges",
     "service.fleet": "workers.messages workers.roles workers.remote workers.waits service.errors",
     "service.request": """kernels.constants kernels.methods workers.messages workers.roles workers.settings
         workers.waits workers.model.directory workers.model.calibrated service.errors service.settings

@@ -10,6 +10,7 @@ from deltafront.service.metrics import Metrics
 from deltafront.service.request.answers import RequestEvent
 from deltafront.service.request.audit import Audit
 from deltafront.service.request.callers import Caller, Callers, RequestUse
+from deltafront.service.request.shadow import ShadowReads
 from deltafront.service.request.text.text_budget import HeldText
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.service.request.ttft_clock import TtftClock
@@ -40,6 +41,7 @@ class Resources:
     eos_ids: tuple[int, ...]
     tracing: Tracing
     grammars: Grammars
+    shadow: ShadowReads
     profile: Profile | None = None
 
 

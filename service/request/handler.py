@@ -277,6 +277,7 @@ class RequestHandler:
     async def stop(self) -> None:
         """Cancel all requests, and refuse new ones."""
         self._stopping = True
+        self._resources.shadow.stop()
         with said_when_slow(lambda: f"{len(self._tasks)} requests that were cancelled"):
             while self._tasks:
                 for task in self._tasks:

@@ -75,9 +75,11 @@ def of_rules() -> dict[str, str]:
 EMPTY_HERE = (
     "DeltafrontAbsent: 0", "DeltafrontCertificateEnds: 0", "sparsity: Measured score: {{setting}}",
     *(f"workers: {panel.title}: {panel.queries[0].legend}" for panel in GPUS.panels),
+    "sparsity: Agreement with dense attention: {{method}}",
+    "sparsity: Log-probability above dense attention: {{method}}",
 )  # fmt: skip
-"""Queries without data, because this service has a door, no certificate, no profile of `evaluate`, and no
-exporter of GPUs' metrics."""
+"""Queries without data, because this service has a door, no certificate, no profile of `evaluate`, no
+exporter of GPUs' metrics, and no `door.shadow`."""
 
 
 _JOINT = re.compile(r"\s(?:(?:and|or|unless)\b(?:\s+on\s*\([^)]*\))?|[<>]=?|[=!]=)\s")

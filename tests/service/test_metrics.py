@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
-from deltafront.service.metrics import FINISHED, RPCS, Metrics, WorkerState, state_of
+from deltafront.service.fleet.worker_gauges import WorkerState, state_of
+from deltafront.service.metrics import FINISHED, RPCS, Metrics, ShadowOutcome
 from deltafront.tests.states import decode_stats, group_stats, prefill_report
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.stages import HandoffFailed
@@ -167,6 +168,8 @@ def test_promtool_accepts_a_doors_metrics(house: House, client: DeltafrontClient
     house.metrics.workers.tiered("decode:d0", (tier,))
     house.metrics.certificate("door", 1.8e9)
     house.metrics.measured("dpxa+delta", 0.98)
+    house.metrics.count_shadow(ShadowOutcome.COMPARED)
+    house.metrics.observe_shadow("dpxa", 40, 10.0, 11.5, 0.975)
     exported = house.metrics.expose()
     for name, expected in (("back_pages", 20), ("evicted_pages", 3), ("evicted_retained_pages", 1)):
         assert value(house, f"kv_tier_{name}", worker="decode:d0", tier="host") == expected
@@ -198,7 +201,9 @@ def test_every_outcome_counter_starts_at_zero(tmp_path: Path) -> None:
     """The first event then shows as an increase, and a share of no requests is 0."""
     samples = [s for m in Metrics(tmp_path).registry().collect() for s in m.samples]
     outcomes = {
-        (s.labels["method_rpc"], s.labels["outcome"]): s.value for s in samples if "outcome" in s.labels
+        (s.labels["method_rpc"], s.labels["outcome"]): s.value
+        for s in samples
+        if s.name == "deltafront_requests_total"
     }
     assert {rpc for rpc, _ in outcomes} == set(RPCS) and len(outcomes) == 10 * len(RPCS)
     assert not any(outcomes.values())

@@ -35,7 +35,8 @@ from deltafront.service.errors import (
 )
 from deltafront.service.exporter import Exporter
 from deltafront.service.fleet.session_ids import worker_of
-from deltafront.service.metrics import Metrics, WorkerState
+from deltafront.service.fleet.worker_gauges import WorkerState
+from deltafront.service.metrics import Metrics
 from deltafront.service.request.callers import Caller, Quota
 from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run.plan import plan_answer

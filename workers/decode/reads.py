@@ -86,12 +86,14 @@ def plan_reads(
     return [*first, looking, Recompute(), end, *answer]
 
 
-def scored(steps: Iterable[Step], prompt: Sequence[int], top: int) -> Iterator[Step]:
+def scored(steps: Iterable[Step], prompt: Sequence[int], top: int, since: int = 0) -> Iterator[Step]:
     """Return the steps, changed to also return the prompt tokens' log-probabilities (`prompt_logprobs`), each
-    with the `top` likeliest tokens. The steps must prefill the whole prompt."""
+    with the `top` likeliest tokens. The steps must prefill the whole prompt. Steps that end before position
+    `since` return none."""
     for step in steps:
         assert isinstance(step, Read), "nothing is recomputed where a worker prefills the whole prompt"
-        yield replace(step, targets=prompt[step.start + 1 : step.end + 1], top=top)
+        targets = prompt[step.start + 1 : step.end + 1] if step.end >= since else ()
+        yield replace(step, targets=targets, top=top)
 
 
 def next_layers(read: int, here: int, layers: int) -> range:

@@ -202,8 +202,9 @@ class DecodeRequest:
         )
         self.recomputes = any(isinstance(step, Recompute) for step in self.reads)
         prompt_end = len(extend_ids) - answered
-        if self.options.prompt_logprobs is not None:
-            self.reads = deque(scored(self.reads, extend_ids[:prompt_end], self.options.prompt_logprobs))
+        top, since = self.options.prompt_logprobs, self.options.logprobs_from
+        if top is not None:
+            self.reads = deque(scored(self.reads, extend_ids[:prompt_end], top, since))
         self.answer_ids += extend_ids[prompt_end:]
         if self.known_ids:
             self.known_ids += extend_ids[:prompt_end]

@@ -94,9 +94,31 @@ class DecodeRequests:
             del self._requests[request.request_id]
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Reserve pages for a request. Raises DecodeFailed after `close`."""
+        """Reserve pages for a request. Raises DecodeFailed after `close`.
+
+        A request ends all shadows. If it then still lacks their pages, which a running step may use, it tries
+        again once they are free.
+        """
         if self._closed:
             raise DecodeFailed(self._closed)
+        if reservation.options.shadow:
+            return self._reserve_shadow(reservation)
+        shadows = [one for one in self if one.options.shadow and not one.pages.freed.is_set()]
+        for shadow in shadows:
+            shadow.close(FinishReason.CANCELLED, "another request came")
+        answer = await self._reserve(reservation)
+        if shadows and isinstance(answer, Refused):
+            for shadow in shadows:
+                await shadow.pages.freed.wait()
+            return await self.reserve(reservation)
+        return answer
+
+    def _reserve_shadow(self, reservation: Reservation) -> Reserved | Refused:
+        if self.unended or self.queue:
+            return Refused(reason=RefusalReason.BUSY, message="this worker has other requests")
+        return self._take(reservation, 0)
+
+    async def _reserve(self, reservation: Reservation) -> Reserved | Refused:
         if self.live(reservation.request_id) is not None or reservation.request_id in self.queue:
             return Refused(
                 reason=RefusalReason.DUPLICATE, message=f"a request {reservation.request_id} is already here"

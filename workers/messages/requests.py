@@ -68,6 +68,10 @@ class RequestOptions:
         constraint: The grammar that the answer must match, in llguidance's format; empty: none.
         prompt_logprobs: Number of likeliest tokens to return at each token of the prompt, with that token's
             log-probability. The decode worker then prefills the whole prompt. None: no log-probabilities.
+        logprobs_from: The first position whose log-probability is wanted. Chunks that end before it return
+            none.
+        shadow: True for an answer that is read again to measure its quality. The worker refuses it while it
+            has any other request, and ends it when one comes.
     """
 
     page_selection: PageSelection = PageSelection.DEFAULT
@@ -77,6 +81,8 @@ class RequestOptions:
     trace: str = ""
     constraint: str = field(default="", repr=False)
     prompt_logprobs: int | None = None
+    logprobs_from: int = 0
+    shadow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ class Answer:
         cached_tokens: Tokens of session and prompt whose KV a session or the prefix cache had.
         host_tokens, disk_tokens: Cached tokens that were loaded from host memory and disk.
         decoded: Decode reports of all attempts.
+        sampled: The answer's tokens, if `ShadowReads` is to compare them.
     """
 
     def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
@@ -42,6 +43,7 @@ class Answer:
         self.host_tokens = self.disk_tokens = 0
         self.session: events.Session | None = None
         self._spent = False
+        self.sampled = resources.shadow.sample()
 
     def record_reserved(self, reserved: requests.Reserved) -> None:
         self.cached_tokens = reserved.held_tokens
@@ -116,6 +118,8 @@ class Answer:
             self._metrics.observe_next_token(self._gaps[-1])
         self._last_token_at = now
         self._accepted.use.spend(1)
+        if self.sampled is not None:
+            self.sampled.append(event)
         match = self._text.push(event.token_id)
         self._accepted.events.put_nowait(replace(event, index=index, text=match.text))
         return bool(match.stop)

@@ -74,6 +74,7 @@ class RequestRun:
             use.run()
             async with deadline_timeout(self._call.options.deadline) as timeout:
                 await self._attempts(use, timeout)
+        self._resources.shadow.offer(self._call, self._tokens.ids, self._answer.sampled)
 
     async def _attempts(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
         clock = self._accepted.clock
@@ -134,8 +135,7 @@ class RequestRun:
             hit = None
         await use.set_tokens(plan.prefill_tokens + plan.answer_tokens)
         with Attempt(resources.fleet, self._call.request_id) as attempt:
-            lap = self._accepted.clock.lap
-            method = self._call.method.name
+            lap, method = self._accepted.clock.lap, self._call.method.name
             placed = await place(resources, attempt, plan, self._reservation, hit, method, lap)
             plan = placed.plan
             self._answer.record_reserved(placed.reserved)
