@@ -10,8 +10,9 @@ decoded greedily over all keys. With /DELTA they are decoded over the pages that
 worker: dense/delta_layers=2+14 or dpxa@8/delta_layers=2+14,page_budget=64,recency=8,full_layers=0+1. The
 result has the share of all layers' pages that the longest prompt's decode steps read.
 All runs in one process without Ray, with the layers and kernels of the service's workers.
---prompts takes prompts from a JSONL file (`lab.ruler` makes one) in place of --text. --chat sends each prompt
-as the user's message of the model's chat template. --rope-scaling extends the model's positions by YaRN.
+--prompts takes prompts from a JSONL file (of --write-prompts or `lab.ruler`) in place of --text. --chat sends
+each prompt as the user's message of the model's chat template. --rope-scaling extends the model's positions
+by YaRN.
 
 The script prints a table after every setting. After every --together samples it writes --result as JSON, and
 all answers beside it in FILE.answers.jsonl. The same command continues a stopped run, and with further
@@ -35,13 +36,13 @@ from deltafront.benchmarks.arguments import told
 from deltafront.benchmarks.harness import write_json
 from deltafront.benchmarks.lab.answer_file import AnswerFile, AnswerFileError
 from deltafront.benchmarks.lab.arguments import lab_parser, model_of, prompts_of, recorded
-from deltafront.benchmarks.lab.samples import in_chat, tokenised
+from deltafront.benchmarks.lab.samples import in_chat, tokenised, write_prompts
 from deltafront.benchmarks.reader import load_tokenizer
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.workers.evaluation.answering import Decode, Together
 from deltafront.workers.evaluation.comparison import ComparedRow, compare, markdown
 from deltafront.workers.evaluation.paged import delta_plan, share_read
-from deltafront.workers.evaluation.prompts import Sample
+from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
 from deltafront.workers.evaluation.setting import Setting, delta_config
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.directory.store import model_directory
@@ -56,14 +57,18 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = _arguments(given)
     torch.manual_seed(0)
     tokenizer = load_tokenizer(arguments.model)
-    samples = _samples(arguments, tokenizer)
-    run = {**recorded(arguments), "chat": arguments.chat}
+    prompts = prompts_of(arguments, tokenizer)
+    if arguments.write_prompts:
+        write_prompts(arguments.write_prompts, prompts)
+        return 0
+    samples = _samples(arguments, prompts, tokenizer)
+    longest = max(sample.tokens for sample in samples)
+    run = {**recorded(arguments), "longest_prompt": longest, "chat": arguments.chat}
     try:
         answers = _answer_file(arguments, run, samples)
     except AnswerFileError as error:
         sys.exit(str(error))
     stack = load_model(model_of(arguments), arguments.device)
-    longest = max(sample.tokens for sample in samples)
     together = Together(stack, min(arguments.together, len(samples)), longest + arguments.answer_tokens)
     methods = by_method([Setting("dense"), *arguments.settings])
     every = [*map(Setting.parse, answers.settings), *arguments.settings]
@@ -79,8 +84,9 @@ def main(given: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _samples(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
-    prompts = prompts_of(arguments, tokenizer)
+def _samples(
+    arguments: argparse.Namespace, prompts: Sequence[TaskPrompt], tokenizer: Tokenizer
+) -> list[Sample]:
     if arguments.chat:
         return in_chat(prompts, TextTokenizer.load(model_directory(arguments.model)))
     return tokenised(prompts, tokenizer)
@@ -141,6 +147,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     form = "METHOD:OPTIONS@BLOCKS/DELTA"
     add("--settings", type=told(Setting.parse), nargs="+", default=[Setting("dpxa")], metavar=form)
     add("--chat", action="store_true", help="put prompts into the model's chat template")
+    add("--write-prompts", type=Path, help="write the prompts for --prompts and stop; needs no GPU")
     add("--answer-tokens", type=int, default=64)
     add("--together", type=int, default=20, help="samples that are answered at once; memory bounds it")
     return parser.parse_args(given)

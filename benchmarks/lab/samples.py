@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,15 @@ def in_chat(prompts: Sequence[TaskPrompt], text: TextTokenizer) -> list[Sample]:
         Sample(one, tuple(np.frombuffer(chat, "<u4").tolist()))
         for one, chat in zip(prompts, chats, strict=True)
     ]
+
+
+def write_prompts(path: Path, prompts: Sequence[TaskPrompt]) -> None:
+    """Write prompts as JSONL for `--prompts`."""
+    lines = [
+        {"task": one.task, "document": one.document, "question": one.question, "answers": one.answers}
+        for one in prompts
+    ]
+    path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
 
 
 def in_turn(prompts: Sequence[TaskPrompt]) -> list[TaskPrompt]:

@@ -13,9 +13,12 @@ from deltafront.benchmarks.lab.__main__ import main
 from deltafront.benchmarks.lab.delta_forms import attended, changes, seen_keys
 from deltafront.benchmarks.lab.delta_forms import main as forms
 from deltafront.benchmarks.lab.recall import main as recall
+from deltafront.benchmarks.lab.samples import in_turn, ruler_prompts
+from deltafront.benchmarks.reader import load_tokenizer
 from deltafront.tests.numerics import random_input
 from deltafront.tests.service.inprocess import VOCABULARY, write_tokenizer
 from deltafront.tests.workers.tiny_model import make_tiny_model
+from deltafront.workers.evaluation.prompts import read_prompts
 
 SPARSE = "streaming:min_tokens=0,window=128"
 PAGED = "dense/delta_layers=2,page_budget=10"
@@ -73,6 +76,21 @@ def test_forms_of_the_correction_agree_in_dense_rows(
     assert len(rows) == 2 * 9
     assert 0.7 < rows[16, "equation 5"] < rows[64, "equation 5"] < 1
     del capsys
+
+
+def test_written_prompts_are_read_back_as_they_were(model: Path, tmp_path: Path) -> None:
+    text, file = tmp_path / "text.txt", tmp_path / "prompts.jsonl"
+    text.write_text(" ".join(f"Sentence {n} tells of nothing." for n in range(90)))
+    given = f"--model {model} --text {text} --tokens 2500 --samples 2 --tasks multivalue variables"
+    assert main([*given.split(), "--write-prompts", str(file)]) == 0
+    made = in_turn(
+        ruler_prompts(["multivalue", "variables"], 2, 2500, [text], load_tokenizer(str(model)), 11)
+    )
+    read = read_prompts(file)
+    assert [(one.text, one.task, one.answers) for one in read] == [
+        (one.text, one.task, one.answers) for one in made
+    ]
+    assert len({one.source for one in read}) == 4
 
 
 def test_recall_prefills_beyond_the_models_positions_by_yarn(
