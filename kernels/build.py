@@ -9,7 +9,7 @@ import torch
 
 from deltafront.kernels.attention.dense import DenseBackend
 from deltafront.kernels.attention.inputs import causal_tiles
-from deltafront.kernels.correction import Correction
+from deltafront.kernels.correction import Correction, CorrectionState
 from deltafront.kernels.interface import (
     Attention,
     AttentionBackend,
@@ -104,6 +104,17 @@ class Composition:
         out_BHTD = self.backend.attend(x, mask, state.backend, phase)
         computed = self.backend.computed_tiles(x, mask, state.backend)
         return out_BHTD, TileCounts(computed, causal_tiles(x), scored_share)
+
+
+def runs_a_block(state: Any) -> float | None:
+    """Return the mean number of runs of similar keys in a block, from the state of one layer and prompt; None
+    if its method looks for no runs, or has found none yet."""
+    if isinstance(state, tuple):  # Windowed
+        return runs_a_block(state[1])
+    if isinstance(state, CorrectionState):
+        return runs_a_block(state.inner)
+    parts = [part for part in (state.selector, state.backend) if hasattr(part, "runs_a_block")]
+    return parts[0].runs_a_block() if parts else None
 
 
 class DenseWhenShort:

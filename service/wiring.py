@@ -33,6 +33,7 @@ from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.messages.states import DecodeStats, WorkerStats
 from deltafront.workers.model.adapter import AdapterFiles
 from deltafront.workers.model.calibrated.profile import Measured, Profile, load_profile
+from deltafront.workers.model.calibrated.runs import few_runs_note
 from deltafront.workers.model.directory.config_file import lost_window_note, read_config
 from deltafront.workers.model.directory.digest import checked_model, model_digest
 from deltafront.workers.model.directory.headers import check_weights, quantisation_notes
@@ -265,8 +266,10 @@ def check_start(settings: ServiceConfig) -> None:
     model = checked_config(directory, settings.model.overrides)
     if settings.model.adapter is not None:
         AdapterFiles.read(settings.model.adapter, model)
-    settings.check_against(model, load_profile(settings.model))
+    profile = load_profile(settings.model)
+    settings.check_against(model, profile)
     notes = [*quantisation_notes(directory, settings.model.quantisation or settings.model.dtype)]
+    notes.append(few_runs_note(profile, settings.default_attention.method))
     for note in filter(None, [*notes, lost_window_note(model)]):
         log.warning("%s", note)
     _tokenizer(settings, directory)

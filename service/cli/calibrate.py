@@ -30,6 +30,7 @@ from deltafront.workers.model.calibrated.profile import (
     among,
     load_profile,
 )
+from deltafront.workers.model.calibrated.runs import describe_runs
 from deltafront.workers.model.directory.digest import model_digest
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import model_directory
@@ -139,7 +140,8 @@ def calibrate_command(
         if density and new is not None:
             how: dict[str, Any] = {"allocation": allocation, "answer_weight": answers, "profile": new}
             made = levels.method_levels(stack, by_length, attention, density, tell=_tell, **how)
-            new = new.plus(made, profiled)
+            runs = levels.runs_by_layer(stack, by_length[length[0]][0], attention)
+            new = _with_runs(new.plus(made, profiled), attention.name, runs)
         if profile is not None and new is not None:
             new.write(profile)
     except (ModelError, MethodError, ValueError) as error:
@@ -148,6 +150,13 @@ def calibrate_command(
         print(json_format.dumps({**asdict(calibration), **served}))
     elif calibration is not None:
         print(f"delta_layers: {list(calibration.delta_layers)}")
+
+
+def _with_runs(profile: Profile, method: str, runs: tuple[float | None, ...]) -> Profile:
+    if told := describe_runs(method, runs):
+        err.print(told, highlight=False, soft_wrap=True)
+        return profile.model_copy(update={"runs": {**profile.runs, method: runs}})
+    return profile
 
 
 def _load(spec: ModelSpec, device: str, lengths: list[int], full_layers: list[int]) -> LayerStack:

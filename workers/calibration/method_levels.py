@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from deltafront.kernels.build import build, options_for, part_of
+from deltafront.kernels.build import build, options_for, part_of, runs_a_block
 from deltafront.kernels.interface import AttentionInput, TileCounts
 from deltafront.kernels.methods import MethodSpec, method_spec, registered
 from deltafront.kernels.options import ScoredOptions
@@ -134,6 +134,23 @@ def realised(
     for document in documents:
         read_densely(stack, embedded(stack, document.ids), hook)
     return float(sum(covered.computed.sum() for covered in seen)) / sum(covered.causal for covered in seen)
+
+
+def runs_by_layer(stack: LayerStack, document: Document, method: MethodSpec) -> tuple[float | None, ...]:
+    """Prefill a document, and return the mean number of runs of similar keys in a block, by layer."""
+    values = {**shaping_options(method), "tau": COSTED_AT, "min_tokens": 0}
+    sparse, found = build(method_spec(method.name, values)), dict[int, float | None]()
+
+    def hook(layer: int, x: AttentionInput) -> torch.Tensor | None:
+        if layer in stack.config.window_layers:
+            return None
+        state = sparse.new_state(state_spec(x, layer))
+        out_BHTD, _covered = sparse.attend(x, state)
+        found[layer] = runs_a_block(state)
+        return out_BHTD
+
+    read_densely(stack, embedded(stack, document.ids), hook)
+    return tuple(found.get(layer) for layer in range(stack.config.layers))
 
 
 def selector_of(method: MethodSpec) -> ScoredSelector:

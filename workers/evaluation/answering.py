@@ -132,7 +132,7 @@ class Together:
         known_B = [ids[:TOLD] for ids in (ids_B if told is None else told)]
         likely_B = self._likely(first_BC, lengths, known_B, steps)
         return [
-            MeasuredAnswer(tuple(ids), decode(ids), reading.density, prefill, seconds, *likely)
+            MeasuredAnswer(tuple(ids), decode(ids), reading.density, prefill, seconds, *likely, reading.runs)
             for ids, (reading, seconds), prefill, likely in zip(ids_B, read, prefill_B, likely_B, strict=True)
         ]
 

@@ -24,6 +24,7 @@ class MeasuredAnswer:
         seconds: Wall-clock time to the first token.
         logp: Mean log-probability of the first `TOLD` tokens of dense attention's answer, teacher-forced.
         agreement: Share of these tokens that have the highest probability.
+        runs: Mean number of runs of similar keys in a block, by layer; None where the method finds none.
     """
 
     ids: tuple[int, ...]
@@ -33,6 +34,7 @@ class MeasuredAnswer:
     seconds: float
     logp: float
     agreement: float
+    runs: tuple[float | None, ...] = ()
 
     def score(self, prompt: TaskPrompt) -> float:
         """Return the share of right answers; without right answers, `agreement`."""
@@ -54,6 +56,7 @@ class ComparedRow:
         agreement, logp: Mean agreement, and mean of logp minus dense attention's logp.
         seconds: Median time to the first token.
         by_task: Mean score of the setting for each task.
+        runs: The first sample's runs of similar keys in a block, by layer (`MeasuredAnswer`).
         scores, logps: The score and the difference of logp of each sample.
     """
 
@@ -72,6 +75,7 @@ class ComparedRow:
     logp: float
     seconds: float
     by_task: Mapping[str, float]
+    runs: Sequence[float | None]
     scores: Sequence[float] = field(repr=False)
     logps: Sequence[float] = field(repr=False)
 
@@ -110,6 +114,7 @@ def compare(
             task: fmean(score for score, own in zip(scores, prompts, strict=True) if own.task == task)
             for task in dict.fromkeys(prompt.task for prompt in prompts)
         },
+        runs=answers[0].runs,
         scores=scores,
         logps=logps,
     )

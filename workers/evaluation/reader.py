@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deltafront.kernels.attention.dense import DenseBackend
-from deltafront.kernels.build import build
+from deltafront.kernels.build import build, runs_a_block
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileCounts, no_phase
 from deltafront.kernels.layers.kv_int8 import dequantise, quantise
@@ -38,11 +38,13 @@ class Reading:
         density: Share of causal tiles that were computed, over all layers.
         milliseconds: Time of selection and attention in all layers and chunks: device time on a GPU,
             wall-clock time on a CPU.
+        runs: Mean number of runs of similar keys in a block, by layer; None where the method finds none.
     """
 
     tail_TC: torch.Tensor
     density: float
     milliseconds: float
+    runs: tuple[float | None, ...] = ()
 
 
 class Reader:
@@ -120,7 +122,8 @@ class Reader:
             tails = [rows_TC[-tail:] for rows_TC in (*tails, hidden_TC)]
         computed = torch.stack([covered.computed for covered in counts]).sum()
         density = float(computed) / sum(covered.causal for covered in counts)
-        return Reading(torch.cat(tails)[-tail:], density, 1e3 * sum(timer.seconds().values()))
+        milliseconds = 1e3 * sum(timer.seconds().values())
+        return Reading(torch.cat(tails)[-tail:], density, milliseconds, tuple(map(runs_a_block, states)))
 
     def next_token(self, ids: Sequence[int]) -> int:
         """Append ids with full attention and return the most likely next token."""

@@ -48,6 +48,12 @@ class PackedRuns:
         if keys > self.max_tokens:
             raise KernelInputError(f"{name}: {keys} keys exceed the state's max_tokens {self.max_tokens}")
 
+    def runs_a_block(self) -> float | None:
+        """Return the mean number of runs in 128 keys; None before the first pack chunk."""
+        runs_BG = self.offset_BGC[:, :, self.chunks]
+        rows_BG1 = self.start_BGP.gather(2, runs_BG[..., None].long())
+        return float(BLOCK * runs_BG.sum() / rows_BG1.sum()) if self.chunks else None
+
     def extend(self, k_BGSD: torch.Tensor, chunk: int, cos: float) -> None:
         """Find the runs of pack chunks that k_BGSD completes, without a synchronisation."""
         complete = k_BGSD.shape[2] // chunk

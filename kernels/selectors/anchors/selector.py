@@ -25,6 +25,11 @@ class KeyAnchors(ScoredState):
     blocks: int
     done: int = 0
 
+    def runs_a_block(self) -> float | None:
+        """Return the mean number of filled slots of a key block; None before the first block."""
+        filled_BGM = (self.table.count_BGMA[:, :, : self.done] > 0).sum(-1)
+        return float(filled_BGM.float().mean()) if self.done else None
+
 
 class AnchorsSelector(SlabSelector):
     name = "anchors"

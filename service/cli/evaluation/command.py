@@ -45,6 +45,7 @@ from deltafront.workers.model.calibrated.profile import (
     among,
     load_profile,
 )
+from deltafront.workers.model.calibrated.runs import base_method, describe_runs
 from deltafront.workers.model.directory.digest import model_digest
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import model_directory
@@ -145,7 +146,8 @@ def evaluate_command(
         name = shown_name(ModelSpec(path=model, adapter=adapter))
         base = old or _empty(name, spec)
         measured = _measured(best, evaluation.dense(), run.tokens, source)
-        Profile(**{**dict(base), "measured": measured}).write(profile)
+        runs = {**base.runs, **_runs(shown)}
+        Profile(**{**dict(base), "measured": measured, "runs": runs}).write(profile)
     if plot is not None:
         plot.write_text(svg(shown, f"{shown_name(ModelSpec(path=model))}: {len(evaluation.prompts)} prompts"))
     if json:
@@ -269,6 +271,11 @@ def _measured(best: Found, dense: ComparedRow, tokens: Sequence[int], source: _S
     )
 
 
+def _runs(rows: Sequence[ComparedRow]) -> dict[str, tuple[float | None, ...]]:
+    """Return the runs of similar keys by layer, for each method that looks for some."""
+    return {base_method(row.setting): tuple(row.runs) for row in rows if any(row.runs)}
+
+
 def _show(rows: Sequence[ComparedRow], best: Found, near: ComparedRow | None) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
@@ -277,6 +284,8 @@ def _show(rows: Sequence[ComparedRow], best: Found, near: ComparedRow | None) ->
         table.add_row(*cells(row))
     console.print(table, highlight=False)
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    for method, runs in _runs(rows).items():
+        say(describe_runs(method, runs))
     say(f"Verdict: {best.words}")
     if best.setting is None and near is not None:
         density, kept = cells(near)[1], cells(near)[5]

@@ -15,6 +15,7 @@ from deltafront.service.cli.calibrate import calibrate_command
 from deltafront.service.cli.evaluation.command import BUILT_IN, evaluate_command
 from deltafront.service.cli.serve import describe_attention, read_settings
 from deltafront.service.config import ConfigError, parse
+from deltafront.service.wiring import check_start
 from deltafront.workers.model.calibrated.profile import Measured, Profile, ProfiledText, load_profile
 from deltafront.workers.settings import ModelSpec
 
@@ -71,6 +72,24 @@ def test_prints_a_table_and_writes_a_profile_that_serve_reads(
     )
     assert settings.default_attention.method == "dense" and settings.default_attention.measured
     assert "; measured: dense: no setting is shown" in describe_attention(settings)
+
+
+def test_runs_of_similar_keys_are_printed_and_kept_in_the_profile(
+    model: Path, questions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tiny model has four layers. With a cosine of -1 all keys of a block are one run."""
+    profile = tmp_path / "profile.json"
+    setting = "dpxa:min_tokens=0,cos=-1"
+    done = run(model, "--questions", questions, "--profile", profile, "--setting", setting)
+    assert done.exit_code == 0, done.output
+    said = "dpxa: 1.0 runs of similar keys a block, by layer 1.0"
+    assert said in done.output and "fewer than 4 runs of similar keys a block in layers 0" in done.output
+    spec = {"path": str(model), "profile": str(profile)}
+    found = load_profile(ModelSpec(dtype="float32", **spec))
+    assert found is not None and set(found.runs) == {"dpxa"} and set(found.runs["dpxa"]) == {1.0}
+    served = {"model": spec, "decode": {"page_selection": "full"}, "door": {"default_method": "dpxa"}}
+    check_start(parse(served))
+    assert "dpxa: fewer than 4 runs of similar keys a block" in caplog.text
 
 
 def test_rows_are_repeated_exactly_with_the_same_seed(model: Path, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 `prefill` has levels of thresholds for each attention method and the options that change its scores. A level
 reaches one mean density at one prompt length. `decode` has the Δ-layers and the page budget, `measured`
-the result of `deltafront evaluate`. `figures` is only for human readers.
+the result of `deltafront evaluate`, `runs` the number of runs of similar keys in a block, by method and
+layer. `figures` is only for human readers.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ class Profile(_Section):
     prefill: tuple[MethodLevels, ...]
     decode: DecodePages | None = None
     measured: Measured | None = None
+    runs: dict[str, tuple[float | None, ...]] = {}
     figures: dict[str, Any] = {}
 
     @model_validator(mode="after")
