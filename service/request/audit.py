@@ -69,5 +69,6 @@ class Audit:
         self.seconds = round(seconds, 3)
         if outcome != "finished" or not self.finish:
             self.finish = outcome
-        log.info("%s", json.dumps(line := asdict(self)))
+        line = asdict(self)
+        log.info("%s", json.dumps(line), extra=line)
         return line

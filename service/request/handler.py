@@ -190,7 +190,7 @@ class RequestHandler:
             outcome = error
             raise
         except Exception:
-            outcome = internal_error()
+            outcome = internal_error(audit)
             raise outcome from None
         finally:
             conclude(outcome)
@@ -300,7 +300,7 @@ class RequestHandler:
             while (event := await accepted.events.get()) is not None:
                 accepted.audit.note(event)
                 yield event
-            accepted.outcome = await _outcome(task)
+            accepted.outcome = await _outcome(task, accepted.audit)
         finally:
             task.cancel()
             while not accepted.events.empty():
@@ -317,7 +317,7 @@ class RequestHandler:
                 fleet.release(fleet.worker(worker_of(session_id)), session_id, owner)
 
 
-async def _outcome(task: asyncio.Task[None]) -> DeltafrontError | None:
+async def _outcome(task: asyncio.Task[None], audit: Audit) -> DeltafrontError | None:
     try:
         await task
     except DeltafrontError as error:
@@ -327,11 +327,11 @@ async def _outcome(task: asyncio.Task[None]) -> DeltafrontError | None:
             raise  # the consumer was cancelled, not the run
         return Cancelled("the request was cancelled")
     except Exception:
-        return internal_error()
+        return internal_error(audit)
     return None
 
 
-def internal_error() -> Internal:
+def internal_error(audit: Audit) -> Internal:
     """Log the current exception, and hide it from the client."""
-    log.exception("a request failed")
+    log.exception("a request failed", extra={"request_id": audit.request_id})
     return Internal("the service failed; its log says why")

@@ -72,6 +72,7 @@ class Replays:
 
     resources: Resources
     clock: TtftClock
+    request_id: str
     failures: int = 0
 
     async def back_off(self, error: WorkerError) -> None:
@@ -85,7 +86,13 @@ class Replays:
             raise Unavailable(
                 f"{error.message}; gave up after {tries} tries", retry_after_s=BUSY_RETRY_S
             ) from error
-        log.warning("try %d of %d failed: %s", self.failures, tries, error.message)
+        log.warning(
+            "try %d of %d failed: %s",
+            self.failures,
+            tries,
+            error.message,
+            extra={"request_id": self.request_id},
+        )
         self.resources.metrics.count_replay()
         if not fleet.view.ready:
             await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self.failures - 1))

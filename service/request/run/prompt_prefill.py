@@ -95,7 +95,13 @@ class PromptPrefill:
             self.resources.metrics.count_prefilled_again(read)
             raise
         self.resources.metrics.count_prefilled_again(read - start)
-        log.warning("%s: %s; resuming at token %d", self._job.request_id, error.message, start)
+        log.warning(
+            "%s: %s; resuming at token %d",
+            self._job.request_id,
+            error.message,
+            start,
+            extra={"request_id": self.replays.request_id},
+        )
         parts = prefill_parts(self._reports[start][0]) if start > self._job.start else {}
         self.replays.clock.span(parts, REPLAY)  # the time that the group did not report is lost
         await self.replays.back_off(error)

@@ -61,7 +61,7 @@ class RequestRun:
         self._call = call
         self._accepted = accepted
         self._answer = Answer(resources, call, accepted)
-        self._replays = Replays(resources, accepted.clock)
+        self._replays = Replays(resources, accepted.clock, call.request_id)
         self._tokens = PromptTokens()
         self._fork = fork
         """Shared with the prompt's other choices. The one that keeps a session offers it to the others."""
