@@ -18,17 +18,23 @@ from deltafront.service.errors import (
     Unavailable,
 )
 from deltafront.service.request.answers import (
+    AnswerPart,
+    CallPart,
     Density,
     GenerateFinished,
     MethodInfo,
+    ParsedToken,
     PrefillFinished,
     ServerInfo,
     Timings,
+    ToolCall,
 )
 from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
 
 __all__ = [
+    "AnswerPart",
     "AsyncDeltafrontClient",
+    "CallPart",
     "Cancelled",
     "Code",
     "ConnectionLost",
@@ -43,6 +49,7 @@ __all__ = [
     "MethodInfo",
     "NotFound",
     "Overloaded",
+    "ParsedToken",
     "PrefillFinished",
     "Progress",
     "RemoteError",
@@ -51,6 +58,7 @@ __all__ = [
     "Timings",
     "Tls",
     "Token",
+    "ToolCall",
     "Unauthenticated",
     "Unavailable",
     "Usage",

@@ -17,10 +17,10 @@ from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 from deltafront.service.client.connection import Connection, rpc_timeout
 from deltafront.service.client.endpoint import Tls
+from deltafront.service.client.prompts import PromptLike
 from deltafront.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
-    PromptLike,
     generate_request,
     prefill_request,
 )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import operator
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, TypedDict
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.client.prompts import PromptLike, check_tools, make_prompt
 from deltafront.service.door import wire
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request import calls
@@ -20,8 +19,6 @@ _OPTIONAL = (
     *("min_p", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     "top_logprobs",
 )
-PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or messages ({"role": …, "content": …})."""
 
 
 class PrefillOptions(TypedDict, total=False):
@@ -38,6 +35,9 @@ class PrefillOptions(TypedDict, total=False):
         chat_template_kwargs: Variables of the chat template.
         special_tokens: `parse`: control tokens spelled in a text prompt take effect (never in messages). By
             default `text`.
+        tools: Functions that the model sees, and an answer may call, in OpenAI's form. They need messages.
+        tool_choice: `auto`, `required`, `none`, or the name of the one to call.
+        parallel_tool_calls: Whether an answer may have several calls.
     """
 
     method: str
@@ -50,6 +50,9 @@ class PrefillOptions(TypedDict, total=False):
     skip_cache: bool
     chat_template_kwargs: Mapping[str, Any] | None
     special_tokens: str
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str
+    parallel_tool_calls: bool
 
 
 class GenerateOptions(PrefillOptions, total=False):
@@ -62,8 +65,10 @@ class GenerateOptions(PrefillOptions, total=False):
         top_logprobs: Number of likeliest tokens in each `Token.top`.
         page_selection: `full` or `delta`. By default the server's.
         recompute_blocks: Number of blocks to recompute densely after sparse prefill. By default the server's.
-        json_schema, regex, grammar: At most one, which the answer follows. A grammar is llguidance's Lark, or
-            GBNF.
+        json_schema, regex, grammar, choice: At most one, which the answer follows. A grammar is llguidance's
+            Lark, or GBNF. A choice is a list of texts.
+        parse_answer: Yield ParsedToken, with the parts of the answer: reasoning, content and tool calls. With
+            tools always.
     """
 
     session_id: str | None
@@ -88,16 +93,16 @@ class GenerateOptions(PrefillOptions, total=False):
     json_schema: Mapping[str, Any] | None
     regex: str | None
     grammar: str | None
+    choice: Sequence[str] | None
+    parse_answer: bool
 
 
 def prefill_request(prompt: PromptLike, **given: Any) -> tuple[Any, float | None]:
     """Make the message of a prefill. Returns it and the deadline, in seconds since the epoch, if any. Raises
     InvalidArgument."""
     _check_names(given, PrefillOptions)
-    request = calls.PrefillRequest(
-        prompt=_prompt(prompt, given.get("special_tokens", "text"), given.get("chat_template_kwargs")),
-        **_common(given),
-    )
+    request = calls.PrefillRequest(prompt=make_prompt(prompt, "prompt", given), **_common(given))
+    check_tools(given, request.prompt)
     return wire.write(pb.PrefillRequest, request), request.deadline
 
 
@@ -107,22 +112,19 @@ def generate_request(prompt: PromptLike | None, **given: Any) -> tuple[Any, floa
     selection = given.get("page_selection", "")
     if selection not in list(PageSelection):
         raise InvalidArgument("page_selection", f"{selection!r} is not full or delta")
-    parse = partial(
-        _prompt,
-        special_tokens=given.get("special_tokens", "text"),
-        variables=given.get("chat_template_kwargs"),
-    )
     append = given.get("append")
     request = calls.GenerateRequest(
-        prompt=None if prompt is None else parse(prompt),
+        prompt=None if prompt is None else make_prompt(prompt, "prompt", given),
         session_id=given.get("session_id"),
-        append=None if append is None else parse(append, name="append"),
+        append=None if append is None else make_prompt(append, "append", given),
         sampling=_sampling(given),
         page_selection=PageSelection(selection),
         recompute_blocks=given.get("recompute_blocks"),
         constraint=_constraint(given),
+        parse_answer=given.get("parse_answer", False),
         **_common(given),
     )
+    check_tools(given, request.append or request.prompt)
     return wire.generate_request(request), request.deadline
 
 
@@ -147,12 +149,24 @@ def _common(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _constraint(given: Mapping[str, Any]) -> calls.Constraint | None:
-    schema, regex, grammar = (given.get(name) for name in ("json_schema", "regex", "grammar"))
-    if (schema, regex, grammar) == (None, None, None):
+    names = ("json_schema", "regex", "grammar", "choice")
+    rules = {name: rule for name in names if (rule := given.get(name)) is not None}
+    if not rules:
         return None
-    if sum(rule is not None for rule in (schema, regex, grammar)) > 1:
-        raise InvalidArgument("constraint", "must be one schema, regex or grammar")
-    return calls.Constraint(None if schema is None else json.dumps(schema), regex, grammar)
+    if len(rules) > 1:
+        raise InvalidArgument("constraint", "must be one schema, regex, grammar or choice")
+    ((name, rule),) = rules.items()
+    if name == "choice" and isinstance(rule, str):
+        raise InvalidArgument("constraint.choice", "must be a list of texts")
+    schema = _schema(rule) if name == "json_schema" else None
+    return calls.Constraint(schema, rules.get("regex"), rules.get("grammar"), rules.get("choice"))
+
+
+def _schema(given: Any) -> str:
+    try:
+        return json.dumps(given)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument("constraint.json_schema", f"is not JSON: {error}") from None
 
 
 def _sampling(given: Mapping[str, Any]) -> calls.SamplingParams:
@@ -169,38 +183,3 @@ def _sampling(given: Mapping[str, Any]) -> calls.SamplingParams:
         logit_bias=given.get("logit_bias") or {},
         **{name: given.get(name) for name in _OPTIONAL},
     )
-
-
-def _prompt(
-    prompt: PromptLike,
-    special_tokens: str,
-    variables: Mapping[str, Any] | None,
-    name: str = "prompt",
-) -> calls.Prompt:
-    """Make a prompt. Raises InvalidArgument for a list of anything but ids or whole messages."""
-    if special_tokens not in list(calls.SpecialTokens):
-        raise InvalidArgument("special_tokens", f"{special_tokens!r} is not text or parse")
-    if isinstance(prompt, str):
-        return calls.Prompt(text=prompt, special_tokens=calls.SpecialTokens(special_tokens))
-    if isinstance(prompt, bytes | bytearray):
-        raise InvalidArgument(name, "is bytes: decode a text, and give token ids as numbers")
-    parts = list(prompt)
-    if any(isinstance(part, Mapping) for part in parts):
-        return calls.Prompt(messages=_messages(parts, name), chat_template_kwargs=variables or {})
-    try:
-        return calls.Prompt(token_ids=calls.pack_ids([operator.index(part) for part in parts]))  # type: ignore[arg-type]
-    except (TypeError, OverflowError) as error:
-        raise InvalidArgument(f"{name}.token_ids", f"{error}: give whole numbers from 0 on") from None
-
-
-def _messages(parts: Sequence[Any], name: str) -> calls.Messages:
-    for index, message in enumerate(parts):
-        if not isinstance(message, Mapping):
-            raise InvalidArgument(f"{name}.messages", "holds something else beside messages")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise InvalidArgument(f"{name}.messages[{index}].{key}", "must be text")
-        for key, value in message.items():
-            if value is not None and key not in ("role", "content"):
-                raise InvalidArgument(f"{name}.messages[{index}].{key}", "must be left out")
-    return tuple(parts)

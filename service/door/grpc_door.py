@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.door.edges.grpc_chat import AnswerParser, parsing, read_request
 from deltafront.service.door.registration import SERVICE, UndecodedMessage
 from deltafront.service.door.status import set_status
-from deltafront.service.door.wire import read, response, write
+from deltafront.service.door.wire import response, write
 from deltafront.service.errors import DeltafrontError, NotFound, TooLong, shown
+from deltafront.service.request.answers import RequestEvent, Resumed
+from deltafront.service.request.calls import GenerateRequest, PrefillRequest
+from deltafront.service.request.context import Accepted
 from deltafront.service.request.handler import Headers, RequestHandler
 from deltafront.workers.messages.events import Usage
 
@@ -34,11 +38,12 @@ def _answering(rpc: str, kind: type[_M]) -> Callable[..., AsyncIterator[_M]]:
             async with requests.accept(
                 rpc, metadata, request_id=request.request_id, size=request.size
             ) as accepted:
-                stream = requests.run(accepted, await self._read(request))
+                stream, parser = await self._begin(accepted, request)
                 async with contextlib.aclosing(stream) as events:
                     async for event in events:
-                        if not isinstance(event, Usage):
-                            yield response(kind, event)
+                        told = event if parser is None else parser.parsed(event)
+                        if not isinstance(told, Usage | Resumed):
+                            yield response(kind, told)
         yield kind()  # carries the status
 
     return method
@@ -121,9 +126,18 @@ class FrontDoor:
                 last = status
             await asyncio.sleep(_HEALTH_WATCH_S)
 
-    async def _read(self, sent: UndecodedMessage) -> Any:
+    async def _begin(
+        self, accepted: Accepted, sent: UndecodedMessage
+    ) -> tuple[AsyncGenerator[RequestEvent, None], AnswerParser | None]:
+        """Run a request. Returns its events, and the parser of its answer if the request asks for one."""
+        request, parser = await self._read(sent), None
+        if isinstance(request, GenerateRequest) and (request.parse_answer or request.tools):
+            request, parser = await parsing(self._requests, request, sent.size)
+        return self._requests.run(accepted, request), parser
+
+    async def _read(self, sent: UndecodedMessage) -> PrefillRequest:
         """Parse a request in a thread, because a large one takes long. Raises the errors of `_message`."""
-        return await self._requests.text_budget.work(sent.size, lambda _: read(self._message(sent)))
+        return await self._requests.text_budget.work(sent.size, lambda _: read_request(self._message(sent)))
 
     def _message(self, sent: UndecodedMessage) -> Any:
         """Decode a request. Raises InvalidArgument, or TooLong before it decodes a long message."""

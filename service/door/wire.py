@@ -4,6 +4,7 @@ A newer peer may send unknown values: an unknown event becomes None, an unknown 
 FinishReason.OTHER, an unknown page selection raises InvalidArgument.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from functools import partial
@@ -18,7 +19,16 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request import answers, calls
-from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, RequestEvent
+from deltafront.service.request.answers import (
+    AnswerPart,
+    CallPart,
+    Density,
+    GenerateFinished,
+    ParsedToken,
+    PrefillFinished,
+    RequestEvent,
+    ToolCall,
+)
 from deltafront.service.request.calls import check_count
 from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, TokenLogprob, Usage
 from deltafront.workers.messages.requests import PageSelection
@@ -47,7 +57,13 @@ _REASONS = {
     FinishReason.OTHER: pb.FINISH_REASON_UNSPECIFIED,
 }
 _READ_REASONS = {number: reason for reason, number in _REASONS.items()}
-_EVENTS = {Progress: "progress", Token: "token", PrefillFinished: "result", GenerateFinished: "finish"}
+_EVENTS = {
+    Progress: "progress",
+    Token: "token",
+    ParsedToken: "token",
+    PrefillFinished: "result",
+    GenerateFinished: "finish",
+}
 _KINDS: Mapping[type[Message], type[Any]] = {
     pb.PrefillRequest: calls.PrefillRequest,
     pb.GenerateRequest: calls.GenerateRequest,
@@ -55,7 +71,7 @@ _KINDS: Mapping[type[Message], type[Any]] = {
     pb.SamplingOptions: calls.SamplingParams,
     pb.Constraint: calls.Constraint,
     pb.Progress: Progress,
-    pb.Token: Token,
+    pb.Token: ParsedToken,
     pb.TokenLogprob: TokenLogprob,
     pb.PrefillResult: PrefillFinished,
     pb.Finish: GenerateFinished,
@@ -86,15 +102,16 @@ def generate_request(request: calls.GenerateRequest) -> pb.GenerateRequest:
 def response(kind: type[_Message], event: RequestEvent) -> _Message:
     """Make the response message of an event. Raises ValueError for an event that this rpc does not send."""
     name = _EVENTS[type(event)]
-    frequent = isinstance(event, Progress) or (
-        isinstance(event, Token) and not event.top
-    )  # nothing of _FORMS
+    frequent = isinstance(event, Progress) or (type(event) is Token and not event.top)  # none of _FORMS
     return kind(**{name: vars(event) if frequent else _to_wire(kind, name, event, name)})
 
 
 def read_response(message: pb.PrefillResponse | pb.GenerateResponse) -> Any:
     kind = message.WhichOneof("event")
-    return None if kind is None else read(getattr(message, kind))
+    event = None if kind is None else read(getattr(message, kind))
+    if isinstance(event, ParsedToken) and not event.answer_parts:
+        return Token(**{name: value for name, value in vars(event).items() if name != "answer_parts"})
+    return event
 
 
 def write(kind: type[_Message], value: Any, prefix: str = "") -> _Message:
@@ -155,13 +172,13 @@ def _from_wire(message: Message, field: Any) -> Any:
 def _prompt(name: str, prompt: calls.Prompt) -> pb.Prompt:
     messages = None
     if prompt.messages is not None:
-        chat = [
-            fill_message(pb.ChatMessage, f"{name}.messages[{i}].", role=sent["role"], content=sent["content"])
-            for i, sent in enumerate(prompt.messages)
-        ]
-        variables = prompt.chat_template_kwargs or None
-        prefix = f"{name}.messages."
-        messages = fill_message(pb.ChatMessages, prefix, messages=chat, chat_template_kwargs=variables)
+        messages = fill_message(
+            pb.ChatMessages,
+            f"{name}.messages.",
+            messages=[_message(f"{name}.messages[{i}].", sent) for i, sent in enumerate(prompt.messages)],
+            chat_template_kwargs=prompt.chat_template_kwargs or None,
+            **({} if prompt.tools is None else _tools(f"{name}.messages.", prompt.tools)),
+        )
     return fill_message(
         pb.Prompt,
         f"{name}.",
@@ -170,6 +187,40 @@ def _prompt(name: str, prompt: calls.Prompt) -> pb.Prompt:
         token_ids=prompt.token_ids,
         special_tokens=None if prompt.text is None else _SPECIAL_TOKENS[prompt.special_tokens],
     )
+
+
+def _message(prefix: str, sent: Mapping[str, Any]) -> pb.ChatMessage:
+    message = fill_message(pb.ChatMessage, prefix, role=sent["role"], content=sent["content"])
+    for index, call in enumerate(sent.get("tool_calls") or ()):
+        path, function = f"{prefix}tool_calls[{index}].", call["function"]
+        arguments = _json(f"{path}arguments", function["arguments"])
+        fields = {"call_id": call["id"], "name": function["name"], "arguments": arguments}
+        message.tool_calls.append(fill_message(pb.ToolCall, path, **fields))
+    message.MergeFrom(fill_message(pb.ChatMessage, prefix, tool_call_id=sent.get("tool_call_id")))
+    return message
+
+
+def _tools(prefix: str, tools: calls.Tools) -> dict[str, Any]:
+    functions = list[pb.Tool]()
+    for index, function in enumerate(tools.functions):
+        path, given = f"{prefix}tools[{index}].", function.get("parameters")
+        parameters = None if given is None else _json(f"{path}parameters", given)
+        fields = {"name": function.get("name"), "description": function.get("description")}
+        functions.append(fill_message(pb.Tool, path, **fields, parameters=parameters))
+    choice = None if tools.choice == "auto" else tools.choice
+    return {
+        "tools": functions,
+        "tool_choice": choice,
+        "parallel_tool_calls": None if tools.parallel is True else tools.parallel,
+    }
+
+
+def _json(path: str, value: object) -> str:
+    """Return a value as JSON. A text is JSON already. Raises InvalidArgument."""
+    try:
+        return value if isinstance(value, str) else json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(path, f"is not JSON: {error}") from None
 
 
 def _read_prompt(name: str, message: pb.Prompt) -> calls.Prompt:
@@ -234,6 +285,16 @@ def _read_parts(parts: Iterable[pb.TimingPart]) -> dict[str, float]:
     return {part.name: part.seconds for part in parts}
 
 
+def _answer_part(part: AnswerPart) -> pb.AnswerPart:
+    pieces = [pb.ToolCallPart(**vars(call)) for call in part.calls]
+    return pb.AnswerPart(reasoning=part.reasoning, content=part.content, calls=pieces)
+
+
+def _read_answer_part(part: pb.AnswerPart) -> AnswerPart:
+    pieces = (CallPart(call.index, call.call_id, call.name, call.arguments) for call in part.calls)
+    return AnswerPart(part.reasoning, part.content, tuple(pieces))
+
+
 _FORMS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "session_ttl": (partial(_moment, Duration), lambda ttl: ttl.seconds + ttl.nanos / _NANO),
     "deadline": (partial(_moment, Timestamp), _read_deadline),
@@ -243,6 +304,18 @@ _FORMS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "top": (
         lambda tops: [pb.TokenLogprob(**vars(one)) for one in tops],
         lambda tops: tuple(map(read, tops)),
+    ),
+    "choice": (
+        lambda texts: pb.Choice(texts=texts),
+        lambda choice: tuple(choice.texts),
+    ),
+    "answer_parts": (
+        lambda parts: [*map(_answer_part, parts)],
+        lambda parts: tuple(map(_read_answer_part, parts)),
+    ),
+    "tool_calls": (
+        lambda made: [pb.ToolCall(**vars(call)) for call in made],
+        lambda made: tuple(ToolCall(call.call_id, call.name, call.arguments) for call in made),
     ),
     "page_selection": (_PAGE_SELECTIONS.__getitem__, _read_selection),
     "reason": (_REASONS.__getitem__, lambda number: _READ_REASONS.get(number, FinishReason.OTHER)),

@@ -57,10 +57,27 @@ class AnswerPart(NamedTuple):
     calls: tuple[CallPart, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParsedToken(Token):
+    """A token, with the parts of the answer that became certain with it."""
+
+    answer_parts: tuple[AnswerPart, ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A complete tool call. `arguments`: a JSON object, as text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
 @dataclass(frozen=True)
 class GenerateFinished:
     """The last event of an answer. `density` has no method if no group prefilled the prompt. `page_share`:
     share of pages that sparse layers attended to. `stop_string`: the one that ended the answer, or empty.
+    The last three fields belong to parsed answers. `reasoning_tokens`: None if reasoning is not separated.
     """
 
     reason: FinishReason
@@ -74,6 +91,16 @@ class GenerateFinished:
     trace_id: str = ""
     recomputed_tokens: int = 0
     stop_string: str = ""
+    answer_parts: tuple[AnswerPart, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The text of each token of `answered_ids`, before a resumed answer's further tokens."""
+
+    texts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -94,7 +121,7 @@ class ChoiceEvent:
     event: Progress | Echo | Usage | Token | PrefillFinished | GenerateFinished
 
 
-RequestEvent = Progress | Echo | Usage | Token | PrefillFinished | GenerateFinished | ChoiceEvent
+RequestEvent = Progress | Echo | Resumed | Usage | Token | PrefillFinished | GenerateFinished | ChoiceEvent
 
 
 @dataclass(frozen=True)

@@ -130,17 +130,22 @@ class Constraint:
     Args:
         json_schema: JSON.
         grammar: llguidance's Lark, or GBNF.
+        choice: Texts of which the answer is one.
     """
 
     json_schema: str | None = None
     regex: str | None = None
     grammar: str | None = None
+    choice: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class GenerateRequest(PrefillRequest):
-    """A request for an answer. `answered_ids` (little-endian uint32): tokens that the client received
-    before it lost its connection.
+    """A request for an answer.
+
+    Args:
+        answered_ids: Little-endian uint32 of tokens that the client received before it lost its connection.
+        parse_answer: For gRPC: split the answer into reasoning, content and tool calls, too.
     """
 
     session_id: str | None = None
@@ -150,6 +155,7 @@ class GenerateRequest(PrefillRequest):
     recompute_blocks: int | None = None
     answered_ids: bytes = field(default=b"", repr=False)
     constraint: Constraint | None = field(default=None, repr=False)
+    parse_answer: bool = False
 
     @property
     def tools(self) -> Tools | None:

@@ -154,7 +154,11 @@ def _check_source(request: GenerateRequest) -> None:
 
 def _constraint(constraint: Constraint | None) -> Constraint | None:
     given = [] if constraint is None else [rule for rule in vars(constraint).values() if rule is not None]
-    _require(constraint is None or len(given) == 1, "constraint", "must be one schema, regex or grammar")
+    forms = "must be one schema, regex, grammar or choice"
+    _require(constraint is None or len(given) == 1, "constraint", forms)
+    choice = None if constraint is None else constraint.choice
+    texts = "must be a list of texts, none of them empty"
+    _require(choice is None or (len(choice) > 0 and all(choice)), "constraint.choice", texts)
     return constraint
 
 

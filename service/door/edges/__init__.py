@@ -1,1 +1,1 @@
-"""Common code of the HTTP protocols: a call over HTTP, error statuses, tools, and an answer's parts."""
+"""Common code of the protocols: a call over HTTP, chats over gRPC, errors, tools, and an answer's parts."""

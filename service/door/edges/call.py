@@ -20,18 +20,15 @@ from starlette.types import Receive, Scope, Send
 from deltafront.service.door.edges.answering import Answering, OneAnswer
 from deltafront.service.door.edges.edge import Asked, Edge, Json, ReplyContext
 from deltafront.service.door.edges.errors import headers_of, rate_headers, status_of
-from deltafront.service.door.edges.parts import AnswerSplitter
+from deltafront.service.door.edges.parts import AnswerSplitter, answer_splitters, reasoning_first
 from deltafront.service.door.http_stream import EventStream, until_disconnect
 from deltafront.service.door.json_body import NotJson
-from deltafront.service.door.reasoning import ReasoningSplitter
 from deltafront.service.errors import Cancelled, DeltafrontError, Overloaded, TooSlow
 from deltafront.service.request.answers import ChoiceEvent, RequestEvent
 from deltafront.service.request.calls import CompletionRequest, GenerateRequest
 from deltafront.service.request.check import is_request_id
 from deltafront.service.request.context import Accepted
 from deltafront.service.request.handler import RequestHandler
-from deltafront.service.request.text.thoughts import is_open
-from deltafront.service.request.text.tool_calls import ToolCallParser
 from deltafront.workers.messages.events import Progress
 
 KEEP_ALIVE_S = 5.0
@@ -113,7 +110,7 @@ class EdgeCall:
         asked = await self._read(await self.body(exchange, accepted), accepted.caller.owner)
         generate = replace(asked.request, request_id=exchange.request_id)
         if self.edge.splits and self.requests.marks_reasoning:
-            generate = _reasoning(generate)
+            generate = reasoning_first(generate)
         exchange.answering = answering = await self._answering(asked, generate, accepted.text.size)
         stream, progress = asked.stream, asked.include_progress
         events = self.requests.run(accepted, generate)
@@ -134,11 +131,9 @@ class EdgeCall:
 
     async def _answering(self, asked: Asked, request: GenerateRequest, size: int) -> Answering:
         count = request.answers if isinstance(request, CompletionRequest) else 1
-        opening: str | None = None
-        if self.edge.splits and self.requests.marks_reasoning:
-            work = self.requests.text_budget.work
-            opening = await work(size, lambda _: self.requests.generation_prompt(request))
-        answers = [self._one(asked, request, self._splitter(request, opening), at) for at in range(count)]
+        reasoning = self.edge.splits and self.requests.marks_reasoning
+        splitters = await answer_splitters(self.requests, request, size, reasoning=reasoning, answers=count)
+        answers = [self._one(asked, request, splitter, at) for at, splitter in enumerate(splitters)]
         return answers[0] if asked.several is None else asked.several(answers)
 
     def _one(self, asked: Asked, request: GenerateRequest, splitter: AnswerSplitter, index: int) -> OneAnswer:
@@ -157,17 +152,6 @@ class EdgeCall:
         """Parse the body in a thread, because a large one takes long. Raises InvalidArgument or NotFound."""
         work = self.requests.text_budget.work
         return await work(len(body), lambda _: self.edge.read(body, self.requests.model, owner))
-
-    def _splitter(self, request: GenerateRequest, opening: str | None) -> AnswerSplitter:
-        """Make the splitter of an answer into reasoning, text and tool calls. opening: the text with which
-        the chat template begins the answer; None: reasoning is not separated."""
-        reasoning = calls = None
-        if opening is not None:
-            reasoning = ReasoningSplitter(is_open(opening), trims=request.has_form)
-        form = self.requests.tool_format
-        if request.tools is not None and form is not None:
-            calls = ToolCallParser(form, request.tools)
-        return AnswerSplitter(reasoning, calls)
 
     async def _fail(self, exchange: Exchange, error: DeltafrontError) -> None:
         events = exchange.fail(error)
@@ -241,17 +225,6 @@ async def _stream(answering: Answering, events: Events, stream: EventStream) -> 
             await stream.skipped(f"read {inner.tokens_done} of {inner.tokens_total} tokens")
         else:
             await stream.send_json(answering.chunks(event))
-
-
-def _reasoning(request: GenerateRequest) -> GenerateRequest:
-    """If the prompt is messages, return the request with reasoning permitted before its constraint
-    applies."""
-    prompts = {
-        name: replace(prompt, reasons=prompt.messages is not None)
-        for name in ("prompt", "append")
-        if (prompt := getattr(request, name)) is not None
-    }
-    return replace(request, **prompts)
 
 
 def request_id_of(request: Request) -> str:

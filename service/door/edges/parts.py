@@ -1,8 +1,14 @@
-"""Splits an answer's text into reasoning, content and tool calls."""
+"""Splits an answer's text into reasoning, content and tool calls, for all protocols."""
+
+from collections.abc import Callable
+from dataclasses import replace
 
 from deltafront.service.door.reasoning import ReasoningSplitter
 from deltafront.service.request.answers import AnswerPart, CallPart
-from deltafront.service.request.text.tool_calls import ToolCallParser
+from deltafront.service.request.calls import GenerateRequest
+from deltafront.service.request.handler import RequestHandler
+from deltafront.service.request.text.thoughts import is_open
+from deltafront.service.request.text.tool_calls import ToolCallParser, random_id
 
 
 class AnswerSplitter:
@@ -48,6 +54,46 @@ class AnswerSplitter:
             parts = [found for part in parts for found in _with_calls(self._calls, part)]
             parts += [AnswerPart(content=rest) for rest in (self._calls.flush() if last else ())]
         return [part for part in parts if any(part)]
+
+
+def reasoning_first(request: GenerateRequest) -> GenerateRequest:
+    """If the prompt is messages, return the request with reasoning permitted before its constraint
+    applies."""
+    prompts = {
+        name: replace(prompt, reasons=prompt.messages is not None)
+        for name in ("prompt", "append")
+        if (prompt := getattr(request, name)) is not None
+    }
+    return replace(request, **prompts)
+
+
+async def answer_splitters(
+    requests: RequestHandler,
+    request: GenerateRequest,
+    size: int,
+    *,
+    reasoning: bool,
+    answers: int = 1,
+    new_id: Callable[[int], str] = random_id,
+) -> list[AnswerSplitter]:
+    """Make the splitter of each answer of a request.
+
+    Args:
+        size: Bytes of the request.
+        reasoning: Whether to separate reasoning from content.
+        new_id: Makes the id of a tool call from its index.
+    """
+    opening: str | None = None  # the text with which the chat template begins the answer
+    if reasoning:
+        opening = await requests.text_budget.work(size, lambda _: requests.generation_prompt(request))
+    form, tools = requests.tool_format, request.tools
+    return [
+        AnswerSplitter(
+            None if opening is None else ReasoningSplitter(is_open(opening), trims=request.has_form),
+            None if form is None or tools is None else ToolCallParser(form, tools, new_id),
+        )
+        for _ in range(answers)
+    ]
 
 
 def _with_calls(calls: ToolCallParser, part: AnswerPart) -> list[AnswerPart]:

@@ -10,7 +10,7 @@ from deltafront.service.request.calls import Tools
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-_CHOICES = ("auto", "required", "none")
+CHOICES = ("auto", "required", "none")
 
 
 def function_of(path: str, given: Mapping[str, Any], schema: str = "parameters") -> Mapping[str, Any]:
@@ -22,7 +22,7 @@ def function_of(path: str, given: Mapping[str, Any], schema: str = "parameters")
     name, description, parameters = given.get("name"), given.get("description"), given.get(schema)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidArgument(f"{path}.name", "must be 1 to 64 letters, digits, '_', '.' or '-'")
-    if name in _CHOICES:
+    if name in CHOICES:
         raise InvalidArgument(f"{path}.name", f"cannot be {name}")
     if not (description is None or isinstance(description, str)):
         raise InvalidArgument(f"{path}.description", "must be text")
@@ -45,20 +45,25 @@ def _check_parameters(path: str, schema: object) -> None:
 
 
 def choose(
-    functions: Sequence[Mapping[str, Any]], choice: object, parallel: bool, named: bool = False
+    functions: Sequence[Mapping[str, Any]],
+    choice: object,
+    parallel: bool,
+    named: bool = False,
+    prefix: str = "",
 ) -> Tools | None:
     """Return the tools that the model may call; None without any. Raises InvalidArgument.
 
     Args:
         choice: `none`, `auto` or `required`; with `named` the name of one function.
+        prefix: Stands before the fields' names in errors.
     """
     names = [function["name"] for function in functions]
     if named and choice not in names:
-        raise InvalidArgument("tool_choice", f"{show(choice)} must name a function of tools")
+        raise InvalidArgument(f"{prefix}tool_choice", f"{show(choice)} must name a function of tools")
     if choice == "required" and not functions:
-        raise InvalidArgument("tool_choice", "is required without tools: send some")
+        raise InvalidArgument(f"{prefix}tool_choice", "is required without tools: send some")
     if len(set(names)) < len(names):
-        raise InvalidArgument("tools", "has two functions of one name")
+        raise InvalidArgument(f"{prefix}tools", "has two functions of one name")
     if choice == "none" or not functions:
         return None
     return Tools(tuple(functions), str(choice), parallel and not named)

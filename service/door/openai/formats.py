@@ -49,13 +49,14 @@ def _of_outputs(given: Mapping[str, Any]) -> Constraint | None:
     if name == "json_object" and rule is True:
         return Constraint(json_schema=json.dumps(_ANY_OBJECT))
     if name == "choice":
-        return Constraint(grammar=_choice(path, rule))
+        return Constraint(choice=_choice(path, rule))
     if name in ("json", "regex", "grammar") and isinstance(rule, str):
-        return Constraint(**{"json_schema" if name == "json" else name: rule})
+        rules = {"json_schema" if name == "json" else name: rule}
+        return Constraint(rules.get("json_schema"), rules.get("regex"), rules.get("grammar"))
     raise InvalidArgument(path, "is not one of json, json_object, regex, choice and grammar with its value")
 
 
-def _choice(path: str, given: object) -> str:
-    if not isinstance(given, list) or not given or not all(isinstance(text, str) and text for text in given):
+def _choice(path: str, given: object) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
         raise InvalidArgument(path, "must be a list of texts")
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in given)
+    return tuple(given)

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from deltafront.service.request.answers import Density, Echo, GenerateFinished, PrefillFinished, Timings
+from deltafront.service.request.answers import (
+    Density,
+    Echo,
+    GenerateFinished,
+    PrefillFinished,
+    Resumed,
+    Timings,
+)
 from deltafront.service.request.calls import Call, tools_of
 from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.text.detokenize import AnswerText, Match
@@ -83,6 +90,10 @@ class Answer:
         if event.tokens_done > self._tokens_shown and not self.ids:
             self._tokens_shown = event.tokens_done
             self._accepted.events.put_nowait(event)
+
+    def resume(self) -> None:
+        """Emit the text of the tokens that the client already has."""
+        self._accepted.events.put_nowait(Resumed(self._text.answered))
 
     def echo(self, ids: bytes) -> None:
         """Emit the prompt, once."""

@@ -6,6 +6,7 @@ different KV for them.
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,7 +90,7 @@ async def constrained(resources: Resources, call: Call) -> Call:
 
 def _grammar(resources: Resources, call: Call) -> str:
     tools, form = tools_of(call.prompt, call.append), resources.tokenizer.tool_format
-    name, last = "prompt.messages.tools", call.append or call.prompt
+    name, last = f"{'append' if call.append else 'prompt'}.messages.tools", call.append or call.prompt
     try:
         if tools is not None and form is not None:
             schema = _schema_beside_tools(resources, call)
@@ -99,13 +100,18 @@ def _grammar(resources: Resources, call: Call) -> str:
         else:
             ((kind, rule),) = [given for given in vars(call.constraint).items() if given[1] is not None]
             name = f"constraint.{kind}"
-            grammar = grammar_of(kind, rule)
+            grammar = _choice(rule) if kind == "choice" else grammar_of(kind, rule)
         if last is not None and last.reasons:
             grammar = with_thoughts(grammar, generation_prompt(resources.tokenizer, last))
         resources.grammars.begin(grammar, call.answered)
     except GrammarError as error:
         raise InvalidArgument(name, str(error)) from None
     return grammar
+
+
+def _choice(texts: Sequence[str]) -> str:
+    choices = (json.dumps(text, ensure_ascii=False) for text in texts)
+    return grammar_of("grammar", f"start: {' | '.join(choices)}")
 
 
 def _schema_beside_tools(resources: Resources, call: Call) -> str | None:

@@ -82,6 +82,7 @@ class RequestRun:
         clock.lap("tokenize")
         if self._call.answered:
             clock.stop()
+            self._answer.resume()
         source = self._from_prompt if self._call.session_id is None else self._from_session
         try:
             while True:

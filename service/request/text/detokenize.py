@@ -99,6 +99,9 @@ class AnswerText:
     """Turns an answer's tokens into text. The client already has the text of `answered`. EOS tokens have
     none.
 
+    Attributes:
+        answered: The text of each token of `answered`.
+
     Args:
         min_tokens: A stop string within the text of the first `min_tokens` tokens does not end the answer.
     """
@@ -117,8 +120,7 @@ class AnswerText:
         self._eos_ids = eos_ids
         self.ids: list[int] = []
         self.stop = ""
-        for token_id in answered:
-            self.push(token_id)
+        self.answered = tuple(self.push(token_id).text for token_id in answered)
 
     @property
     def ended(self) -> bool:

@@ -160,5 +160,5 @@ def test_grpc_client_asks_for_a_schema(house: House, client: DeltafrontClient) -
     jsonschema.validate(json.loads(text), SCHEMA)
     with pytest.raises(InvalidArgument, match=r"constraint\.regex"):
         list(client.generate("p", regex="(a"))
-    with pytest.raises(InvalidArgument, match="one schema, regex or grammar"):
+    with pytest.raises(InvalidArgument, match="one schema, regex, grammar or choice"):
         list(client.generate("p", regex="a", grammar='start: "a"'))

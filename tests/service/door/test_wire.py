@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,16 +11,21 @@ from hypothesis import strategies as st
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.door import wire
+from deltafront.service.door.edges.grpc_chat import read_request
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.answers import (
+    AnswerPart,
+    CallPart,
     Density,
     GenerateFinished,
     MethodInfo,
+    ParsedToken,
     PrefillFinished,
     ProfileInfo,
     ProfileLevel,
     ServerInfo,
     Timings,
+    ToolCall,
 )
 from deltafront.service.request.calls import (
     AttentionMethod,
@@ -28,6 +34,7 @@ from deltafront.service.request.calls import (
     PrefillRequest,
     Prompt,
     SamplingParams,
+    Tools,
 )
 from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
 from deltafront.workers.messages.requests import PageSelection
@@ -46,7 +53,7 @@ def maybe(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 constraints = st.sampled_from(["json_schema", "regex", "grammar"]).flatmap(
     lambda form: st.builds(Constraint, **{form: texts})
-)
+) | st.builds(Constraint, choice=st.lists(texts, max_size=3).map(tuple))
 messages = st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=3).map(tuple)
 whole_numbers = st.integers(-(1 << 53), 1 << 53)
 json_values = st.recursive(
@@ -81,6 +88,7 @@ requests = st.builds(
     page_selection=st.sampled_from(PageSelection),
     recompute_blocks=maybe(small),
     constraint=maybe(constraints),
+    parse_answer=st.booleans(),
 ).filter(lambda request: request.prompt is None or request.session_id is None)
 
 sessions = st.builds(Session, session_id=texts, expires=moments, tokens=counts)
@@ -99,6 +107,16 @@ densities = st.just(Density()) | st.builds(
 )
 progress = st.builds(Progress, tokens_done=counts, tokens_total=counts)
 tokens = st.builds(Token, index=counts, token_id=small, logprob=numbers, text=texts)
+pieces = st.lists(st.builds(CallPart, small, texts, texts, texts), max_size=2).map(tuple)
+parts = st.builds(AnswerPart, texts, texts, pieces)
+parsed = st.builds(
+    ParsedToken,
+    index=counts,
+    token_id=small,
+    logprob=numbers,
+    text=texts,
+    answer_parts=st.lists(parts, min_size=1, max_size=2).map(tuple),
+)
 sent = st.sampled_from([FinishReason.STOP, FinishReason.STOP_STRING, FinishReason.LENGTH, FinishReason.OTHER])
 
 
@@ -120,6 +138,7 @@ def test_prefill_events_survive_protobuf_encoding_and_decoding(event: Progress |
 @given(
     progress
     | tokens
+    | parsed
     | st.builds(
         GenerateFinished,
         sent,
@@ -132,6 +151,9 @@ def test_prefill_events_survive_protobuf_encoding_and_decoding(event: Progress |
         texts,
         texts,
         counts,
+        answer_parts=st.lists(parts, max_size=2).map(tuple),
+        tool_calls=st.lists(st.builds(ToolCall, texts, texts, texts), max_size=2).map(tuple),
+        reasoning_tokens=maybe(counts),
     )
 )
 def test_generate_events_survive_protobuf_encoding_and_decoding(
@@ -195,6 +217,23 @@ def test_template_variables_are_sent_as_json() -> None:
     )
     with pytest.raises(InvalidArgument, match="chat_template_kwargs: is not JSON"):
         wire.read(endless)
+
+
+def test_tools_and_calls_survive_protobuf_encoding_and_decoding() -> None:
+    """Schemas and arguments are JSON as text, so that whole numbers stay whole."""
+    schema = {"type": "object", "properties": {"a": {"maximum": 9, "multipleOf": 0.5}}}
+    functions = ({"name": "f", "description": "d", "parameters": schema}, {"name": "g"})
+    made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 3, "b": [1.5, None]}}}
+    said = (
+        {"role": "assistant", "content": "", "tool_calls": [made]},
+        {"role": "tool", "content": "sun", "tool_call_id": "c"},
+    )
+    for tools in (Tools(functions), Tools(functions, "g", False), Tools(functions, "required", False)):
+        request = GenerateRequest(Prompt(messages=said, tools=tools), append=Prompt(messages=said))
+        found = read_request(_sent(wire.generate_request(request)))
+        parallel = tools.parallel and tools.choice != "g"
+        expected = replace(request.prompt or Prompt(), tools=replace(tools, parallel=parallel))
+        assert found == replace(request, prompt=expected)
 
 
 def test_refuses_a_request_with_both_prompt_and_session() -> None:
