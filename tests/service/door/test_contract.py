@@ -2,6 +2,7 @@
 
 `contract.txt` has a line for each field, enum value and rpc of the last release. A later version adds lines.
 It changes and removes none, so that each side ignores what it does not know of the other.
+A release adds the lines of `contract(described())` that are new.
 """
 
 from __future__ import annotations
