@@ -77,8 +77,7 @@ class DoorConfig:
     """The most requests a minute of one bearer token, unless its line in `tokens_file` says otherwise. Each
     door permits an equal share."""
     token_tokens_per_minute: Count | None = None
-    """The most tokens a minute, prefilled or answered, of one bearer token; likewise (see
-    `service/request/rates.py`)."""
+    """Likewise for tokens that are prefilled or answered (`service/request/rates.py`)."""
     tls_certificate: File | None = None
     """A PEM file. With it every door also serves gRPC with TLS on tls_port. A changed file is read again."""
     tls_key: File | None = None

@@ -33,6 +33,7 @@ ROOMS = {
     "workers.progress": "",
     "workers.pace": "",
     "workers.tracing": "",
+    "workers.turns": "workers.messages",
     "workers.waits": "",
     "workers.model": "",
     "workers.model.families": "",
@@ -54,16 +55,16 @@ ROOMS = {
         workers.model.calibrated kernels""",
     "workers.kv": """workers.messages workers.settings workers.roles kernels.layers.kv_int8
         kernels.layers.rope""",
-    "workers.kv.pages": "workers.messages kernels.constants",
+    "workers.kv.pages": "workers.messages workers.turns kernels.constants",
     "workers.prefill": "",
     "workers.prefill.stage": """workers.messages workers.settings workers.progress workers.rendezvous
         workers.tracing workers.waits workers.model workers.kv kernels""",
     "workers.prefill.group": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.waits
-        workers.model workers.kv workers.prefill.stage kernels""",
+        workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.turns
+        workers.waits workers.model workers.kv workers.prefill.stage kernels""",
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.waits
-        workers.model workers.kv kernels""",
+        workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.turns
+        workers.waits workers.model workers.kv kernels""",
     "service.errors": "",
     "service.settings": "workers.settings workers.tracing",
     "service.config": """kernels.constants kernels.methods workers.settings service.settings

@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Annotated, Any, Protocol, TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
 from deltafront.workers.messages import events, prompts, requests, stages, states
+from deltafront.workers.messages.service_tiers import ServiceTier
 
 T = TypeVar("T")
 Role = TypeVar("Role")
@@ -81,9 +82,11 @@ class Group(Leased, Protocol):
             PrefillFailed, PrefillCancelled: The prompt was not prefilled.
         """
 
-    async def queue_refusal(self, tokens: int) -> requests.Refused | None:
-        """Return the queue's refusal of a prompt of `tokens` tokens; None if there is room. Raises
-        PrefillFailed."""
+    async def queue_refusal(
+        self, tokens: int, tier: ServiceTier = ServiceTier.DEFAULT
+    ) -> requests.Refused | None:
+        """Return the refusal of a prompt of `tokens` tokens by its tier's queue; None if there is room.
+        Raises PrefillFailed."""
 
     async def stats(self) -> states.GroupStats:
         """Return the group's state. Raises PrefillFailed once the group is lost."""

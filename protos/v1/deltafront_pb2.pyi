@@ -24,6 +24,13 @@ class PageSelection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAGE_SELECTION_FULL: _ClassVar[PageSelection]
     PAGE_SELECTION_DELTA: _ClassVar[PageSelection]
 
+class ServiceTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SERVICE_TIER_UNSPECIFIED: _ClassVar[ServiceTier]
+    SERVICE_TIER_DEFAULT: _ClassVar[ServiceTier]
+    SERVICE_TIER_FLEX: _ClassVar[ServiceTier]
+    SERVICE_TIER_PRIORITY: _ClassVar[ServiceTier]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -36,6 +43,10 @@ SPECIAL_TOKENS_PARSE: SpecialTokens
 PAGE_SELECTION_UNSPECIFIED: PageSelection
 PAGE_SELECTION_FULL: PageSelection
 PAGE_SELECTION_DELTA: PageSelection
+SERVICE_TIER_UNSPECIFIED: ServiceTier
+SERVICE_TIER_DEFAULT: ServiceTier
+SERVICE_TIER_FLEX: ServiceTier
+SERVICE_TIER_PRIORITY: ServiceTier
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_STOP_STRING: FinishReason
@@ -156,7 +167,7 @@ class SamplingOptions(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., min_p: _Optional[float] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("prompt", "attention", "session_ttl", "deadline", "request_id", "cache_salt", "retain_s", "skip_cache")
+    __slots__ = ("prompt", "attention", "session_ttl", "deadline", "request_id", "cache_salt", "retain_s", "skip_cache", "service_tier")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
     SESSION_TTL_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +176,7 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     RETAIN_S_FIELD_NUMBER: _ClassVar[int]
     SKIP_CACHE_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_TIER_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     attention: AttentionMethod
     session_ttl: _duration_pb2.Duration
@@ -173,10 +185,11 @@ class PrefillRequest(_message.Message):
     cache_salt: str
     retain_s: float
     skip_cache: bool
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., retain_s: _Optional[float] = ..., skip_cache: _Optional[bool] = ...) -> None: ...
+    service_tier: ServiceTier
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., retain_s: _Optional[float] = ..., skip_cache: _Optional[bool] = ..., service_tier: _Optional[_Union[ServiceTier, str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "session_id", "append", "attention", "sampling", "page_selection", "session_ttl", "deadline", "request_id", "answered_ids", "recompute_blocks", "cache_salt", "retain_s", "skip_cache", "constraint", "parse_answer")
+    __slots__ = ("prompt", "session_id", "append", "attention", "sampling", "page_selection", "session_ttl", "deadline", "request_id", "answered_ids", "recompute_blocks", "cache_salt", "retain_s", "skip_cache", "constraint", "parse_answer", "service_tier")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +206,7 @@ class GenerateRequest(_message.Message):
     SKIP_CACHE_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     PARSE_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_TIER_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     session_id: str
     append: Prompt
@@ -209,7 +223,8 @@ class GenerateRequest(_message.Message):
     skip_cache: bool
     constraint: Constraint
     parse_answer: bool
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., session_id: _Optional[str] = ..., append: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., page_selection: _Optional[_Union[PageSelection, str]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., answered_ids: _Optional[bytes] = ..., recompute_blocks: _Optional[int] = ..., cache_salt: _Optional[str] = ..., retain_s: _Optional[float] = ..., skip_cache: _Optional[bool] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., parse_answer: _Optional[bool] = ...) -> None: ...
+    service_tier: ServiceTier
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., session_id: _Optional[str] = ..., append: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., page_selection: _Optional[_Union[PageSelection, str]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., answered_ids: _Optional[bytes] = ..., recompute_blocks: _Optional[int] = ..., cache_salt: _Optional[str] = ..., retain_s: _Optional[float] = ..., skip_cache: _Optional[bool] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., parse_answer: _Optional[bool] = ..., service_tier: _Optional[_Union[ServiceTier, str]] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "grammar", "choice")

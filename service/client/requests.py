@@ -14,6 +14,7 @@ from deltafront.service.door import wire
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request import calls
 from deltafront.workers.messages.requests import PageSelection
+from deltafront.workers.messages.service_tiers import ServiceTier
 
 _OPTIONAL = (
     *("min_p", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty"),
@@ -32,6 +33,8 @@ class PrefillOptions(TypedDict, total=False):
         cache_salt: Only requests with the same salt share cached prefixes.
         retain_s: A hint to keep the prompt in the prefix cache for this many seconds; 0: do not cache it.
         skip_cache: Prefill the whole prompt, even if a prefix is cached.
+        service_tier: `priority`, `default` or `flex`. By default `default`, or `flex` if the token may ask
+            for no better.
         chat_template_kwargs: Variables of the chat template.
         special_tokens: `parse`: control tokens spelled in a text prompt take effect (never in messages). By
             default `text`.
@@ -48,6 +51,7 @@ class PrefillOptions(TypedDict, total=False):
     cache_salt: str
     retain_s: float | None
     skip_cache: bool
+    service_tier: str | None
     chat_template_kwargs: Mapping[str, Any] | None
     special_tokens: str
     tools: Sequence[Mapping[str, Any]]
@@ -145,7 +149,14 @@ def _common(given: Mapping[str, Any]) -> dict[str, Any]:
         "cache_salt": given.get("cache_salt", ""),
         "retain_s": given.get("retain_s"),
         "skip_cache": given.get("skip_cache", False),
+        "service_tier": _service_tier(given.get("service_tier")),
     }
+
+
+def _service_tier(name: str | None) -> ServiceTier | None:
+    if name is not None and name not in list(ServiceTier):
+        raise InvalidArgument("service_tier", f"{name!r} is not one of {', '.join(ServiceTier)}")
+    return None if name is None else ServiceTier(name)
 
 
 def _constraint(given: Mapping[str, Any]) -> calls.Constraint | None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from deltafront.service.door.tls import Gate
 from deltafront.service.errors import Unauthenticated
 from deltafront.service.request.callers import OTHERS, Caller, Quota
+from deltafront.workers.messages.service_tiers import ServiceTier
 
-ANYONE = Caller("", "anyone")
+ANYONE = Caller("", "anyone", best=ServiceTier.PRIORITY)
 """The caller of all requests if there is no token file."""
 _NAME_DIGITS = 12
 _LIMITS = tuple(field.name for field in fields(Quota))
@@ -24,11 +25,12 @@ def digest(token: str) -> str:
 
 
 class TokenFile:
-    """A file of lines `TOKEN [name=…] [LIMIT=N …]` and `# comment`, read again when it changes.
+    """A file of lines `TOKEN [name=…] [best=TIER] [LIMIT=N …]` and `# comment`, read again when it changes.
 
     Limits are requests, tokens, requests_per_minute and tokens_per_minute. A token's name is for logs and
     metrics. Without one, logs have the beginning of the token's digest, metrics `others`. A token without
-    limits of its own has the limits of `usual`; 0 is no limit. After the start, an invalid line or a missing
+    limits of its own has the limits of `usual`; 0 is no limit. `best` is the best service tier that it may
+    ask for (priority, default or flex; by default `default`). After the start, an invalid line or a missing
     file is logged, and its tokens are refused.
 
     Raises:
@@ -127,14 +129,17 @@ def _caller(line: str, usual: Quota) -> Caller:
     """Parse a line of the token file. Raises ValueError, whose message does not contain the token."""
     token, *pairs = line.split()
     owner = digest(token)
-    name, label, quota = owner[:_NAME_DIGITS], OTHERS, usual
+    name, label, quota, best = owner[:_NAME_DIGITS], OTHERS, usual, ServiceTier.DEFAULT
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key == "name" and value:
             name = label = value
+        elif key == "best" and value in list(ServiceTier):
+            best = ServiceTier(value)
         elif key in _LIMITS and value.isdecimal():
             quota = replace(quota, **{key: int(value) or None})
         else:
             limits = "=N, ".join(_LIMITS)
-            raise ValueError(f"after a token only name=… and limits may follow: {limits}=N")
-    return Caller(owner, name, quota, label)
+            tiers = "|".join(ServiceTier)
+            raise ValueError(f"after a token only name=…, best={tiers} and limits may follow: {limits}=N")
+    return Caller(owner, name, quota, label, best)

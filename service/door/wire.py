@@ -1,7 +1,7 @@
 """Converts between protobuf messages and dataclasses, by the names of their fields.
 
 A newer peer may send unknown values: an unknown event becomes None, an unknown finish reason
-FinishReason.OTHER, an unknown page selection raises InvalidArgument.
+FinishReason.OTHER, an unknown page selection or service tier raises InvalidArgument.
 """
 
 import json
@@ -32,6 +32,7 @@ from deltafront.service.request.answers import (
 from deltafront.service.request.calls import check_count
 from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, TokenLogprob, Usage
 from deltafront.workers.messages.requests import PageSelection
+from deltafront.workers.messages.service_tiers import ServiceTier
 
 _Message = TypeVar("_Message", bound=Message)
 _MICRO = 1_000_000
@@ -49,6 +50,15 @@ _SPECIAL_TOKENS = {
 _READ_SPECIAL_TOKENS = {
     pb.SPECIAL_TOKENS_UNSPECIFIED: calls.SpecialTokens.TEXT,
     **{number: rule for rule, number in _SPECIAL_TOKENS.items()},
+}
+_TIERS = {
+    ServiceTier.DEFAULT: pb.SERVICE_TIER_DEFAULT,
+    ServiceTier.FLEX: pb.SERVICE_TIER_FLEX,
+    ServiceTier.PRIORITY: pb.SERVICE_TIER_PRIORITY,
+}
+_READ_TIERS: Mapping[int, ServiceTier | None] = {
+    pb.SERVICE_TIER_UNSPECIFIED: None,
+    **{number: tier for tier, number in _TIERS.items()},
 }
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -277,6 +287,12 @@ def _read_selection(number: pb.PageSelection) -> PageSelection:
     return _READ_PAGE_SELECTIONS[number]
 
 
+def _read_tier(number: pb.ServiceTier) -> ServiceTier | None:
+    if number not in _READ_TIERS:
+        raise InvalidArgument("service_tier", f"{number} is not a known value")
+    return _READ_TIERS[number]
+
+
 def _parts(parts: Mapping[str, float]) -> list[pb.TimingPart]:
     return [pb.TimingPart(name=name, seconds=seconds) for name, seconds in parts.items()]
 
@@ -318,6 +334,7 @@ _FORMS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda made: tuple(ToolCall(call.call_id, call.name, call.arguments) for call in made),
     ),
     "page_selection": (_PAGE_SELECTIONS.__getitem__, _read_selection),
+    "service_tier": (_TIERS.__getitem__, _read_tier),
     "reason": (_REASONS.__getitem__, lambda number: _READ_REASONS.get(number, FinishReason.OTHER)),
     "parts": (_parts, _read_parts),
     "stages": (

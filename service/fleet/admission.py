@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from deltafront.service.fleet.fleet_view import not_draining
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 _SHORTEST_RETRY_S = 1.0
@@ -35,6 +36,7 @@ class Need:
         prefill_tokens: Tokens of the whole prompt.
         found_tokens: Tokens of the prompt that a prefix hit covers.
         method: The attention method that prefills the prompt.
+        tier: The request's service tier.
         recompute_tokens: Tokens of the pages for recomputed blocks.
     """
 
@@ -44,6 +46,7 @@ class Need:
     recompute_tokens: int = 0
     found_tokens: int = 0
     method: str = ""
+    tier: ServiceTier = ServiceTier.DEFAULT
 
     @property
     def new_tokens(self) -> int:
@@ -101,7 +104,7 @@ def predicted_ttft(need: Need, group: GroupStats) -> float | None:
     None without a recent measurement of the group's cost.
     """
     alone = alone_s(need, group)
-    return None if alone is None else group.wait_s(need.new_tokens) + alone
+    return None if alone is None else group.wait_s(need.new_tokens, need.tier, alone) + alone
 
 
 def alone_s(need: Need, group: GroupStats) -> float | None:
@@ -138,5 +141,5 @@ def _worker_rank(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bo
 def _group_rank(need: Need, group: GroupStats) -> tuple[float, int, int, str]:
     """Return a sort key: the shortest wait first. A group without a rate counts as one token per second."""
     known = group.tokens_per_second > 0  # an old rate is good enough here
-    wait = group.wait_s(need.new_tokens) if known else float(group.waiting_tokens)
+    wait = group.wait_s(need.new_tokens, need.tier) if known else float(group.waiting_tokens)
     return wait, group.waiting_tokens, group.running + group.waiting, group.name

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
@@ -16,7 +17,7 @@ _H = TypeVar("_H")
 class Charge:
     """The load of an admitted request: tokens in a group's queue, and pages of a decode worker.
 
-    `seconds` is the expected time of its prefill; None: not known.
+    `seconds` is the expected time of its prefill; None: not known. `tier` is its service tier.
     """
 
     group: str
@@ -24,6 +25,7 @@ class Charge:
     worker: str
     pages: int
     seconds: float | None = None
+    tier: ServiceTier = ServiceTier.DEFAULT
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class FleetView:
             waiting = group.waiting_tokens + charge.tokens
             queue = group.queue
             if charge.seconds is not None and group.costs:
-                queue = (*queue, (charge.tokens, charge.seconds))
+                queue = (*queue, (charge.tokens, charge.seconds, charge.tier))
             groups[group.name] = replace(
                 group, waiting_tokens=waiting, waiting=group.waiting + 1, queue=queue
             )

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from deltafront.service.errors import Overloaded
+from deltafront.service.errors import InvalidArgument, Overloaded
 from deltafront.service.request.rates import RateLimits, RateState, Unit
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.messages.states import OwnerUse
 
 ANYONE = ""
@@ -58,13 +59,29 @@ class Quota:
 
 @dataclass(frozen=True)
 class Caller:
-    """An authenticated caller. `owner` is a digest of its bearer token. `name` is for logs, `label` for
-    metrics."""
+    """An authenticated caller.
+
+    Args:
+        owner: A digest of its bearer token.
+        name: For logs.
+        label: For metrics.
+        best: The best service tier that it may ask for.
+    """
 
     owner: str
     name: str
     quota: Quota = field(default_factory=Quota)
     label: str = OTHERS
+    best: ServiceTier = ServiceTier.DEFAULT
+
+    def tier(self, asked: ServiceTier | None) -> ServiceTier:
+        """Return a request's service tier: by default `default`, or the caller's best below that. Raises
+        InvalidArgument for a better one than the caller's best."""
+        tier = asked or max(ServiceTier.DEFAULT, self.best, key=lambda one: one.rank)
+        if tier.rank < self.best.rank:
+            better = f"{tier} is better than this token may ask for: ask for {self.best} or less"
+            raise InvalidArgument("service_tier", better)
+        return tier
 
 
 @dataclass(eq=False)

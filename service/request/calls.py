@@ -9,6 +9,7 @@ from typing import Any
 from deltafront.kernels.methods import MethodSpec
 from deltafront.service.errors import InvalidArgument
 from deltafront.workers.messages.requests import PageSelection, RequestOptions, Sampling
+from deltafront.workers.messages.service_tiers import ServiceTier
 
 MAX_MESSAGES = 4096
 Messages = tuple[Mapping[str, Any], ...]
@@ -111,6 +112,7 @@ class PrefillRequest:
         deadline: Seconds since the epoch.
         retain_s: Seconds to retain the prompt in the prefix cache; 0: do not cache it; None: cache it,
             evictable at once.
+        service_tier: None: as `Caller.tier` says.
     """
 
     prompt: Prompt | None = None
@@ -121,6 +123,7 @@ class PrefillRequest:
     cache_salt: str = ""
     retain_s: float | None = None
     skip_cache: bool = False
+    service_tier: ServiceTier | None = None
 
 
 @dataclass(frozen=True)

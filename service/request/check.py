@@ -25,6 +25,7 @@ from deltafront.service.request.calls import (
     check_count,
 )
 from deltafront.workers.messages.requests import PageSelection, RequestOptions, Sampling
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
@@ -121,7 +122,11 @@ def _common(request: PrefillRequest, owner: str, limits: Limits, sampling: Sampl
         prompt=_prompt("prompt", request.prompt, limits),
         method=_method(request.attention, limits),
         sampling=sampling,
-        options=RequestOptions(keep_ttl_s=ttl_s, deadline=request.deadline),
+        options=RequestOptions(
+            keep_ttl_s=ttl_s,
+            deadline=request.deadline,
+            service_tier=request.service_tier or ServiceTier.DEFAULT,
+        ),
         cache_salt=request.cache_salt,
         remembers=request.retain_s != 0,
         retain_s=_retain_s(request.retain_s),

@@ -200,6 +200,7 @@ class RequestHandler:
 
         Raises DeltafrontError; for an invalid request at once, before the first event.
         """
+        request = replace(request, service_tier=accepted.caller.tier(request.service_tier))
         call = checked_call(request, accepted.caller.owner, self._limits)
         accepted.audit.request_id = call.request_id
         accepted.audit.method = "" if call.prompt is None else call.method.name

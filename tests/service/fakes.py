@@ -45,6 +45,7 @@ from deltafront.workers.messages.requests import (
     Sampling,
     recompute_pages,
 )
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats, GroupStats, OwnerUse
 from deltafront.workers.model.grammars import Grammars, GrammarState
 
@@ -222,7 +223,7 @@ class FakeGroup(Pausing):
             handoff_bytes=read * 100,
         )
 
-    async def queue_refusal(self, tokens: int) -> Refused | None:
+    async def queue_refusal(self, tokens: int, tier: ServiceTier = ServiceTier.DEFAULT) -> Refused | None:
         return self.full_with
 
     async def cancel(self, request_id: str) -> None:

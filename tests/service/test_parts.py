@@ -243,7 +243,7 @@ def test_token_line_may_set_a_name_and_limits(tmp_path: Path, caplog: pytest.Log
     assert tokens.caller("beta") is None
     assert "line 2: after a token only" in caplog.text
     assert "beta" not in caplog.text
-    with pytest.raises(ValueError, match="line 2: after a token only name=… and limits may follow"):
+    with pytest.raises(ValueError, match="line 2: after a token only name=…, best="):
         TokenFile(path, Quota())
 
 

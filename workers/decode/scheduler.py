@@ -25,6 +25,7 @@ from deltafront.workers.messages.events import FinishReason, PromptLogprobs, Tok
 from deltafront.workers.model.grammars import Mask
 from deltafront.workers.pace import Recent
 from deltafront.workers.settings import DecodeConfig
+from deltafront.workers.turns import Turns
 
 T = TypeVar("T")
 _FAILED_TURNS = 3
@@ -39,8 +40,8 @@ class _LaunchedAhead:
 
 
 class DecodeScheduler:
-    """Runs at most `config.max_batch` requests at once, first come, first served. Requests that need prefill
-    take turns, one step each.
+    """Runs at most `config.max_batch` requests at once. Service tiers share the places that become free by
+    weight; within a tier, first come, first served. Requests that need prefill take turns, one step each.
 
     Args:
         before_first: Called once for each request, before its first token is delivered.
@@ -68,6 +69,7 @@ class DecodeScheduler:
         self._config = config
         self._eos_ids = frozenset(eos_ids)
         self._waiting: deque[DecodeRequest] = deque()
+        self._turns = Turns()
         self._appending: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
         self._begun: set[DecodeRequest] = set()
@@ -161,7 +163,7 @@ class DecodeScheduler:
     def _admit(self) -> list[DecodeRequest]:
         firsts: list[DecodeRequest] = []
         while self._waiting and self.running + len(firsts) < self._config.max_batch:
-            request = self._waiting.popleft()
+            request = self._next_waiting()
             request.times.admitted = self._clock()
             if request.reads:
                 self._appending.append(request)
@@ -169,6 +171,14 @@ class DecodeScheduler:
                 request.times.read = request.times.admitted
                 firsts.append(request)
         return firsts
+
+    def _next_waiting(self) -> DecodeRequest:
+        tiers = {request.options.service_tier for request in self._waiting}
+        tier = self._turns.order(tiers)[0]
+        request = next(one for one in self._waiting if one.options.service_tier is tier)
+        self._waiting.remove(request)
+        self._turns.give(tier, 1, tiers)
+        return request
 
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
         logits, rows = [request.logits for request in requests], [request.row for request in requests]

@@ -8,6 +8,7 @@ from enum import StrEnum
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.messages.prompts import PromptKey
+from deltafront.workers.messages.service_tiers import ServiceTier
 
 ID_BYTES = 4
 """Size of a packed token id, which is a little-endian uint32."""
@@ -83,6 +84,7 @@ class RequestOptions:
     prompt_logprobs: int | None = None
     logprobs_from: int = 0
     shadow: bool = False
+    service_tier: ServiceTier = ServiceTier.DEFAULT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,7 @@ class PrefillJob:
     start: int = 0
     attempt: int = 0
     trace: str = ""
+    service_tier: ServiceTier = ServiceTier.DEFAULT
 
     @property
     def tokens(self) -> int:

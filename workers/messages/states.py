@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 
 from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.workers.messages.service_tiers import ServiceTier
+
+Queued = tuple[int, float, ServiceTier]
+"""A prompt in a prefill group's queue: its tokens, the seconds they take, and its service tier."""
 
 RATE_LASTS_S = 60.0
 """Seconds for which an idle prefill group's rate stays valid."""
@@ -65,8 +69,8 @@ class GroupStats(WorkerStats):
             prompts; 0: unknown.
         costs: The learned cost of each attention method.
         queue: For each admitted prompt of a method with a learned cost, the tokens still to send to the
-            stages and the seconds they will take. A prompt's chunks in flight are a separate entry with 0
-            tokens.
+            stages, the seconds they will take, and its service tier. A prompt's chunks in flight are a
+            separate entry with 0 tokens.
     """
 
     waiting_tokens: int
@@ -76,7 +80,7 @@ class GroupStats(WorkerStats):
     idle_s: float = 0.0
     fetched_tokens_per_second: float = 0.0
     costs: tuple[tuple[str, PrefillCost], ...] = ()
-    queue: tuple[tuple[int, float], ...] = ()
+    queue: tuple[Queued, ...] = ()
 
     @property
     def full(self) -> bool:
@@ -99,10 +103,18 @@ class GroupStats(WorkerStats):
             return PrefillCost(token_s=1 / self.tokens_per_second)
         return learned
 
-    def wait_s(self, tokens: int) -> float:
-        """Predict the seconds before a prompt of this length begins. Shorter prompts are prefilled first."""
+    def wait_s(self, tokens: int, tier: ServiceTier = ServiceTier.DEFAULT, alone_s: float = 0.0) -> float:
+        """Predict the seconds that a prompt of this length waits until its prefill of `alone_s` seconds ends.
+
+        Shorter prompts of the same service tier are prefilled first. Meanwhile each other tier gets its share
+        by weight, as long as it has prompts.
+        """
         if self.queue or not self.tokens_per_second:
-            return sum(seconds for left, seconds in self.queue if left <= tokens)
+            first = sum(s for left, s, of in self.queue if not left or (of is tier and left <= tokens))
+            others = [[s for left, s, of in self.queue if left and of is other] for other in ServiceTier]
+            shares = [(first + alone_s) * other.weight / tier.weight for other in ServiceTier]
+            pairs = zip(ServiceTier, others, shares, strict=True)
+            return first + sum(min(sum(queued), share) for other, queued, share in pairs if other is not tier)
         return self.waiting_tokens / self.tokens_per_second
 
 

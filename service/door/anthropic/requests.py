@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -26,11 +26,11 @@ from deltafront.service.request.calls import (
     Tools,
     check_count,
 )
+from deltafront.workers.messages.service_tiers import ServiceTier
 
 _RULES = BodyRules(
     labels=("metadata", "betas", "anthropic_beta", "inference_geo"),
     no_op_values={
-        "service_tier": ("auto", "standard_only"),
         "speed": ("standard",),
         "mcp_servers": ([],),
         "container": (),
@@ -65,6 +65,7 @@ class _MessageFields(OwnFields, Strict):
     output_config: dict[str, Any] = Field(default_factory=dict)
     output_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    service_tier: Literal["auto", "standard_only"] = "auto"
 
 
 def read_message(body: bytes, model: str) -> tuple[GenerateRequest, bool]:
@@ -111,6 +112,7 @@ def _request(fields: _MessageFields, max_tokens: int) -> GenerateRequest:
             max_tokens=max_tokens,
         ),
         constraint=_constraint(fields),
+        service_tier=None if fields.service_tier == "auto" else ServiceTier.DEFAULT,
         **own,
     )
 

@@ -1,6 +1,7 @@
 """Deltafront's own fields, which every protocol over HTTP accepts."""
 
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -8,6 +9,16 @@ from pydantic import BaseModel, Field
 from deltafront.service.door.json_body import STRICT
 from deltafront.service.request.calls import AttentionMethod
 from deltafront.workers.messages.requests import PageSelection
+from deltafront.workers.messages.service_tiers import ServiceTier
+
+AskedTier = Literal["auto", "default", "flex", "priority"]
+TIERS: Mapping[AskedTier, ServiceTier | None] = {
+    "auto": None,
+    "default": ServiceTier.DEFAULT,
+    "flex": ServiceTier.FLEX,
+    "priority": ServiceTier.PRIORITY,
+}
+"""OpenAI's values of `service_tier`."""
 
 
 class OwnFields(BaseModel):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from deltafront.service.door.edges.own_fields import OwnFields
+from deltafront.service.door.edges.own_fields import TIERS, AskedTier, OwnFields
 from deltafront.service.door.edges.tools import check_call_id
 from deltafront.service.door.json_body import UNSUPPORTED, BodyRules, Long, show
 from deltafront.service.door.openai.formats import read_constraint
@@ -28,6 +28,7 @@ from deltafront.service.request.calls import (
     check_count,
     pack_ids,
 )
+from deltafront.workers.messages.service_tiers import ServiceTier
 
 _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     # OpenAI's
@@ -40,7 +41,6 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
     "store": (False,),
     "verbosity": ("medium",),
     **dict.fromkeys(("audio", "moderation", "prediction", "reasoning_effort", "web_search_options"), ()),
@@ -58,7 +58,6 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     "include_reasoning": (True,),
     "thinking_token_budget": (-1,),
     "documents": ([],),
-    "priority": (0,),
     "stream_interval": (1,),
     "watermarking": (False,),
     "routed_experts_prompt_start": (0,),
@@ -110,6 +109,8 @@ class _CommonFields(OwnFields, SamplingFields):
     structured_outputs: dict[str, Any] | None = None
     n: int | None = None
     best_of: int | None = None
+    service_tier: AskedTier = "auto"
+    priority: int = 0
 
 
 class _ChatFields(_CommonFields):
@@ -219,9 +220,22 @@ def _request(
         sampling=replace(fields.params(max_tokens), top_logprobs=top_logprobs),
         session_ttl=fields.session_ttl_s,
         constraint=read_constraint(fields.response_format, fields.structured_outputs),
+        service_tier=_tier(fields),
         **{**fields.request_fields(), "retain_s": retain_s},
     )
     return request, (fields.stream_options or StreamOptions()) if fields.stream else None
+
+
+def _tier(fields: _CommonFields) -> ServiceTier | None:
+    """Return the service tier that a request asks for, by name or by vLLM's `priority`, of which less is
+    earlier. Raises InvalidArgument."""
+    by_name = TIERS[fields.service_tier]
+    if not fields.priority:
+        return by_name
+    by_number = ServiceTier.PRIORITY if fields.priority < 0 else ServiceTier.FLEX
+    if by_name not in (None, by_number):
+        raise InvalidArgument("priority", "contradicts service_tier: give one of them")
+    return by_number
 
 
 def _choices(fields: _CommonFields, prompts: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from deltafront.service.door.edges.own_fields import OwnFields
+from deltafront.service.door.edges.own_fields import TIERS, AskedTier, OwnFields
 from deltafront.service.door.edges.tools import choose, function_of
 from deltafront.service.door.json_body import BodyRules, Long, show
 from deltafront.service.door.openai.requests import retention_s
@@ -29,7 +29,6 @@ _RULES = BodyRules(
     labels=("user", "safety_identifier", "prompt_cache_key", "max_tool_calls", "client_metadata"),
     no_op_values={
         "background": (False,),
-        "service_tier": ("auto", "default"),
         "truncation": ("disabled",),
         "top_logprobs": (0,),
         "context_management": ([],),
@@ -66,6 +65,7 @@ class ResponseFields(OwnFields, SamplingFields):
     metadata: dict[str, str] = Field(default_factory=dict)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] = "in_memory"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    service_tier: AskedTier = "auto"
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def read_response(
         ),
         sampling=fields.params(fields.max_output_tokens),
         constraint=_constraint(fields.text),
+        service_tier=TIERS[fields.service_tier],
         **own,
     )
     return AskedResponse(fields, request, messages)

@@ -13,7 +13,8 @@ from deltafront.service.request.context import Resources
 from deltafront.service.request.run.attempt import BUSY_RETRY_S, Attempt
 from deltafront.service.request.run.plan import Plan
 from deltafront.service.request.run.prefix import PrefixHit
-from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
+from deltafront.workers.messages.requests import RefusalReason, Refused, RequestOptions, Reservation, Reserved
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.roles import DecodeWorker
 
 READ_TOO_LATE = "the deadline passed while the prompt was being read"
@@ -57,9 +58,10 @@ async def place(
     await fleet.wait_until_ready(resources.settings.worker_wait_s)
     lap("worker_wait")
     shared = plan if hit is None else replace(plan, prefix_tokens=hit.prefix.tokens)
-    deadline = reservation_of(attempt, plan).options.deadline
-    admitted = await admit(resources, shared, deadline, method)
-    groups = await _groups_with_room(resources, admitted.groups, shared)
+    options = reservation_of(attempt, plan).options
+    tier = options.service_tier
+    admitted = await admit(resources, shared, options, method)
+    groups = await _groups_with_room(resources, admitted.groups, shared, tier)
     answer: Reserved | Refused | None = None
     if hit is not None:
         answer = await reserve(attempt, hit.worker, reservation_of(attempt, shared))
@@ -69,15 +71,15 @@ async def place(
         worker, reserved = await _reserve_on_any(
             resources, attempt, admitted.workers, reservation_of(attempt, plan)
         )
-    need, group = _need(plan, None, method), fleet.view.groups.get(groups[0])
+    need, group = _need(plan, None, method, tier), fleet.view.groups.get(groups[0])
     ttft_s = None if group is None else admission.predicted_ttft(need, group)
     seconds = None if group is None else admission.alone_s(need, group)
-    fleet.charge(Charge(groups[0], plan.new_tokens, worker.name, reserved.pages, seconds))
+    fleet.charge(Charge(groups[0], plan.new_tokens, worker.name, reserved.pages, seconds, tier))
     lap("admission")
     return Placed(groups, worker, plan, reserved, ttft_s)
 
 
-def _need(plan: Plan, deadline: float | None, method: str) -> admission.Need:
+def _need(plan: Plan, deadline: float | None, method: str, tier: ServiceTier) -> admission.Need:
     return admission.Need(
         plan.prefill_tokens,
         plan.answer_tokens,
@@ -85,22 +87,23 @@ def _need(plan: Plan, deadline: float | None, method: str) -> admission.Need:
         plan.recompute_tokens,
         plan.prefix_tokens,
         method,
+        tier,
     )
 
 
 async def admit(
-    resources: Resources, plan: Plan, deadline: float | None, method: str, *, polled: bool = False
+    resources: Resources, plan: Plan, options: RequestOptions, method: str, *, polled: bool = False
 ) -> admission.Admitted:
     """Return the groups and workers that can serve a plan, best first. If there are none, poll the workers'
     states and try again before refusing. Raises Overloaded, DeadlineExceeded or Unavailable."""
     view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
-    need = _need(plan, deadline, method)
+    need = _need(plan, options.deadline, method, options.service_tier)
     decision = admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
     if isinstance(decision, admission.Admitted):
         return decision
     if not polled:
         await resources.fleet.poll_shared()
-        return await admit(resources, plan, deadline, method, polled=True)
+        return await admit(resources, plan, options, method, polled=True)
     if decision.reason is admission.Reason.TOO_SLOW:
         raise errors.DeadlineExceeded(decision.message)
     raise errors.Overloaded(decision.message, retry_after_s=decision.retry_after_s)
@@ -110,11 +113,13 @@ async def place_on_worker(
     resources: Resources, attempt: Attempt, plan: Plan, reservation: Reservation
 ) -> tuple[DecodeWorker, Reserved]:
     """Reserve an attempt's pages where a decode worker prefills the whole prompt. Raises as `place`."""
-    admitted = await admit(resources, plan, reservation.options.deadline, "dense")
+    admitted = await admit(resources, plan, reservation.options, "dense")
     return await _reserve_on_any(resources, attempt, admitted.workers, reservation)
 
 
-async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: Plan) -> tuple[str, ...]:
+async def _groups_with_room(
+    resources: Resources, groups: Sequence[str], plan: Plan, tier: ServiceTier
+) -> tuple[str, ...]:
     """Drop leading groups whose queue is full. Raises Overloaded if all are.
 
     Groups are asked before pages are reserved, so that a refusal costs only one call.
@@ -123,7 +128,7 @@ async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: P
     for number, name in enumerate(groups):
         if not view.groups[name].full:
             return tuple(groups[number:])
-        refusal = await resources.fleet.group(name).queue_refusal(plan.prefill_tokens)
+        refusal = await resources.fleet.group(name).queue_refusal(plan.prefill_tokens, tier)
         if refusal is None:
             return tuple(groups[number:])
         refused.append(refusal)

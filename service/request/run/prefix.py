@@ -8,6 +8,7 @@ cache of dense attention serves every method.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.methods import MethodSpec, is_exact, lasting_tokens, resume_step
@@ -17,6 +18,7 @@ from deltafront.service.fleet.fleet_view import not_draining
 from deltafront.workers.messages.events import Prefix
 from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, chain_of, root_of
 from deltafront.workers.messages.requests import ID_BYTES
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.messages.states import DecodeStats, GroupStats, PrefillCost
 from deltafront.workers.model.calibrated.levels import lengths_of_thresholds
 from deltafront.workers.model.calibrated.profile import Profile
@@ -169,7 +171,7 @@ def _fits(worker: DecodeStats, tokens: int) -> bool:
 
 
 async def find_prefix(
-    fleet: Fleet, key: PromptKey, method: MethodSpec, *, tokens: int, answer_tokens: int
+    fleet: Fleet, key: PromptKey, method: MethodSpec, *, tokens: int, answer_tokens: int, tier: ServiceTier
 ) -> PrefixHit | None:
     """Return the prefix hit to use; None if there is none, or a group prefills the whole prompt sooner.
 
@@ -179,9 +181,9 @@ async def find_prefix(
         return None
     states = not_draining(tuple(fleet.view.workers.values()))
     asked = await asyncio.gather(*(_ask(fleet, state.name, key) for state in states))
+    rates = partial(_rates, fleet, method=method, tokens=tokens, tier=tier)
     answers = [
-        hit and replace(hit, prefix=worth_loading(hit.prefix, _rates(fleet, hit.worker.name, method, tokens)))
-        for hit in asked
+        hit and replace(hit, prefix=worth_loading(hit.prefix, rates(hit.worker.name))) for hit in asked
     ]
     hits = {hit.worker.name: hit for hit in answers if hit and usable_prefix(hit.prefix.tokens, tokens)}
     found = {name: hit.prefix.tokens for name, hit in hits.items()}
@@ -189,7 +191,7 @@ async def find_prefix(
     if not names:
         return None
     best = hits[names[0]]
-    return _shared(best, method, tokens, _rates(fleet, names[0], method, tokens))
+    return _shared(best, method, tokens, rates(names[0]))
 
 
 def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> PrefixHit | None:
@@ -207,18 +209,18 @@ def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> Pr
     return replace(hit, prefix=replace(hit.prefix, tokens=start), group_prefills=True)
 
 
-def _rates(fleet: Fleet, worker: str, method: MethodSpec, tokens: int) -> Rates:
+def _rates(fleet: Fleet, worker: str, method: MethodSpec, tokens: int, tier: ServiceTier) -> Rates:
     groups: Sequence[GroupStats] = not_draining(tuple(fleet.view.groups.values()))
     state = fleet.view.workers.get(worker)
     extend = state.append_tokens_per_second if state is not None else 0.0
     if not groups:
         return Rates(extend=extend)
-    first = min(groups, key=lambda g: g.wait_s(tokens))
+    first = min(groups, key=lambda g: g.wait_s(tokens, tier))
     return Rates(
         extend=extend,
         prefill=first.cost(method.name),
         fetch=first.fetched_tokens_per_second,
-        queued_s=first.wait_s(tokens),
+        queued_s=first.wait_s(tokens, tier),
     )
 
 

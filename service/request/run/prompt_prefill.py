@@ -59,6 +59,7 @@ class PromptPrefill:
             wants_logits=self.plan.max_tokens > 0,
             start=self.plan.prefix_tokens,
             trace=self.call.options.trace,
+            service_tier=self.call.options.service_tier,
         )
         self._reports: dict[int, tuple[PrefillReport, PrefillReport]] = {}
         """Two reports by number of prefilled tokens, without lost work: the last group's and all groups'
@@ -75,7 +76,7 @@ class PromptPrefill:
                 await fleet.wait_until_ready(settings.worker_wait_s)
                 self.replays.clock.lap("worker_wait")
                 method = self.call.method.name
-                self.groups = (await admit(self.resources, self.plan, self._job.deadline, method)).groups
+                self.groups = (await admit(self.resources, self.plan, self.call.options, method)).groups
                 self._charge(self.groups[0])
             else:
                 self.replays.clock.span(prefill_parts(report))
@@ -110,7 +111,8 @@ class PromptPrefill:
 
     def _charge(self, group: str) -> None:
         tokens = self.plan.prefill_tokens - self._job.start
-        self.resources.fleet.charge(Charge(group, tokens, self.worker.name, 0))
+        tier = self.call.options.service_tier
+        self.resources.fleet.charge(Charge(group, tokens, self.worker.name, 0, tier=tier))
 
     async def _prefill_on_any(self, progress: Callable[[Progress], None]) -> PrefillReport:
         """Prefill on the first group that accepts. If none does, raise the error with the soonest retry."""

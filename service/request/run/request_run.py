@@ -175,12 +175,10 @@ class RequestRun:
     async def _find_prefix(self, plan: Plan) -> PrefixHit | None:
         if self._tokens.key is None or self._call.skip_cache:
             return None
+        fleet, method, tier = self._resources.fleet, self._call.method, self._call.options.service_tier
+        tokens, answer = plan.prefill_tokens, plan.answer_tokens
         return await find_prefix(
-            self._resources.fleet,
-            self._tokens.key,
-            self._call.method,
-            tokens=plan.prefill_tokens,
-            answer_tokens=plan.answer_tokens,
+            fleet, self._tokens.key, method, tokens=tokens, answer_tokens=answer, tier=tier
         )
 
     async def _from_prefix(

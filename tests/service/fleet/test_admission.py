@@ -17,6 +17,7 @@ from deltafront.service.fleet.admission import (
     predicted_ttft,
 )
 from deltafront.tests.states import decode_stats, group_stats
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.messages.states import DecodeStats, GroupStats, PrefillCost
 
 rates = st.one_of(st.just(0.0), st.floats(1.0, 1e5))
@@ -206,7 +207,7 @@ def test_ttft_prediction_includes_length_cached_tokens_and_queue() -> None:
         waiting_tokens=12_000,
         tokens_per_second=1.0,
         costs=(("dense", cost),),
-        queue=((10_000, 2.0), (2_000, 0.5)),
+        queue=((10_000, 2.0, ServiceTier.DEFAULT), (2_000, 0.5, ServiceTier.DEFAULT)),
     )
     whole = 0.05 + 0.5 + 1e-8 * 5000 * 5000 / 2
     assert predicted_ttft(Need(5000, method="dense"), busy) == pytest.approx(whole + 0.5)
@@ -215,6 +216,19 @@ def test_ttft_prediction_includes_length_cached_tokens_and_queue() -> None:
     assert predicted_ttft(found, busy) == pytest.approx(rest), "it overtakes both"
     other = predicted_ttft(Need(5000, method="dpxa"), busy)
     assert other == pytest.approx(5000.5), "a method that was not measured goes by the rate"
+
+
+def test_ttft_prediction_shares_the_group_among_tiers_by_weight() -> None:
+    cost = PrefillCost(token_s=1e-3)
+    queue = ((2000, 2.0, ServiceTier.DEFAULT), (0, 0.5, ServiceTier.FLEX), (9000, 9.0, ServiceTier.PRIORITY))
+    busy = group_stats(waiting_tokens=11_000, tokens_per_second=1000.0, costs=(("dense", cost),), queue=queue)
+
+    def ttft(tier: ServiceTier) -> float | None:
+        return predicted_ttft(Need(4000, method="dense", tier=tier), busy)
+
+    assert ttft(ServiceTier.DEFAULT) == pytest.approx(0.5 + 2.0 + 4.0 + 9.0), "all of the better tier"
+    assert ttft(ServiceTier.PRIORITY) == pytest.approx(0.5 + 4.0 + 4.5 / 4), "its longer prompt waits, too"
+    assert ttft(ServiceTier.FLEX) == pytest.approx(0.5 + 4.0 + 2.0 + 9.0)
 
 
 def test_idle_group_with_a_slow_measured_rate_still_admits_requests() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltafront.workers.decode.scheduler import DecodeScheduler
 from deltafront.workers.kv.pages.waiting import ReservationTime, page_returns, seconds_until_room
 from deltafront.workers.messages.requests import (
     DecodeFailed,
@@ -22,6 +24,8 @@ from deltafront.workers.messages.requests import (
     Reserved,
     Sampling,
 )
+from deltafront.workers.messages.service_tiers import ServiceTier
+from deltafront.workers.settings import DecodeConfig
 
 from ..prompts import SHORT, Clock, ids_of, packed
 
@@ -109,6 +113,47 @@ async def test_reservations_wait_in_order_of_arrival(bench: Any) -> None:
     for name in ("big", "small"):
         await run.engine.cancel(name)
     assert run.used == 0
+
+
+async def test_pages_that_become_free_go_to_tiers_in_turn(bench: Any) -> None:
+    run = await bench(cache_tokens=640)
+    await run.reserve("all", 640, 0)
+    tiers = {"early": ServiceTier.FLEX, "late": ServiceTier.FLEX, "better": ServiceTier.PRIORITY}
+    waiting = await reserving(
+        run,
+        *(
+            reservation_of(name, 320, options=RequestOptions(service_tier=tier))
+            for name, tier in tiers.items()
+        ),
+    )
+    await run.engine.cancel("all")
+    early, late, better = waiting
+    assert isinstance(await better, Reserved) and isinstance(await early, Reserved) and not late.done()
+    await run.engine.cancel("better")
+    assert isinstance(await late, Reserved)
+    for name in ("early", "late"):
+        await run.engine.cancel(name)
+    assert run.used == 0
+
+
+def test_places_in_the_batch_go_to_tiers_by_weight() -> None:
+    config = DecodeConfig(max_batch=8)
+    nothing: Any = None
+    scheduler = DecodeScheduler(nothing, nothing, nothing, config, (), lambda: 0.0)
+    for tier in (ServiceTier.FLEX, ServiceTier.DEFAULT):
+        for number in range(9):
+            request: Any = SimpleNamespace(
+                name=f"{tier}{number}",
+                options=RequestOptions(service_tier=tier),
+                times=SimpleNamespace(),
+                reads=(),
+            )
+            scheduler.submit(request)
+    admitted: list[Any] = scheduler._admit()
+    assert [one.name for one in admitted if one.name.startswith("flex")] == ["flex0", "flex1"]
+    assert [one.name for one in admitted if one.name.startswith("default")] == [
+        f"default{number}" for number in range(6)
+    ]
 
 
 async def test_refuses_impossible_reservations_at_once(bench: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.requests import PrefillCancelled, RefusalReason, Refused
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.prefill.group import request_table
 from deltafront.workers.settings import PrefillConfig
 
@@ -26,6 +27,25 @@ async def test_prompts_that_do_not_fit_together_wait_for_each_other() -> None:
     assert [name for kind, name, _ in fakes[0].log if kind in ("open", "close")] == list("aabbcc")
     assert outcomes[2][-1].report.queue > outcomes[1][-1].report.queue > 0
     await assert_clean(controller, fakes)
+
+
+@timeless
+async def test_better_tier_overtakes_a_shorter_prompt_and_has_its_own_queue() -> None:
+    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=8192, max_waiting=1, stream_lease_s=1e6)
+    fake = FakeStage(0, lambda: 0.5, no_trouble)
+    controller = controller_of([fake], config)
+    waiting = [asyncio.create_task(collect(controller, job("first", 8192)))]
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(collect(controller, job("short", 1024))))
+    await asyncio.sleep(0)
+    assert await controller.queue_refusal(512) is not None
+    assert await controller.queue_refusal(512, ServiceTier.PRIORITY) is None
+    waiting.append(
+        asyncio.create_task(collect(controller, job("better", 2048, service_tier=ServiceTier.PRIORITY)))
+    )
+    assert all(isinstance(events[-1], PrefillDone) for events in await asyncio.gather(*waiting))
+    assert [name for kind, name, _ in fake.log if kind == "close"] == ["first", "better", "short"]
+    await assert_clean(controller, [fake])
 
 
 @timeless

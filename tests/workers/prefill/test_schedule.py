@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.prefill.group import schedule
 from deltafront.workers.prefill.group.schedule import Waiting
+from deltafront.workers.turns import Turns
 
 AGEING = 256.0
 CHUNK = 512
@@ -48,6 +50,81 @@ def test_next_request_equals_brute_force(waiting: list[Waiting], now: float, age
         if rank(other) == rank(picked):
             assert (picked.arrived, picked.request_id) <= (other.arrived, other.request_id)
     assert schedule.next_request(list(reversed(waiting)), now, ageing, 0) == chosen
+
+
+tiers = st.sampled_from(ServiceTier)
+
+
+@given(
+    st.lists(
+        st.builds(
+            Waiting,
+            request_id=st.text("abc", min_size=1, max_size=4),
+            remaining=st.integers(1, 9000),
+            arrived=times,
+            idle_since=times,
+            pages=st.integers(1, 9),
+            opened=st.booleans(),
+        ),
+        max_size=8,
+        unique_by=lambda w: w.request_id,
+    ),
+    times,
+    st.integers(0, 9),
+    tiers,
+)
+def test_one_service_tier_alone_is_scheduled_without_tiers(
+    waiting: list[Waiting], now: float, free: int, tier: ServiceTier
+) -> None:
+    mine = [replace(w, tier=tier) for w in waiting]
+    order = Turns().order(w.tier for w in mine)
+    found = schedule.next_of_tiers(mine, order, now, AGEING, free)
+    assert found == schedule.next_request(waiting, now, AGEING, free)
+
+
+def test_tier_that_lacks_pages_lets_others_only_continue() -> None:
+    large = schedule.arrival("large", 900, 0.0, pages=9, tier=ServiceTier.DEFAULT)
+    begun = schedule.chunk_sent(
+        schedule.arrival("begun", 900, 0.0, pages=1, tier=ServiceTier.FLEX), 100, 0.0, AGEING
+    )
+    small = schedule.arrival("small", 100, 0.0, pages=1, tier=ServiceTier.FLEX)
+    order = [ServiceTier.DEFAULT, ServiceTier.FLEX]
+    assert schedule.next_of_tiers([large, small], order, 0.0, AGEING, 8) is None
+    assert schedule.next_of_tiers([large, small, begun], order, 0.0, AGEING, 8) == "begun"
+    assert schedule.next_of_tiers([large, small, begun], order, 0.0, AGEING, 9) == "large"
+    assert schedule.next_of_tiers([large, small], order[::-1], 0.0, AGEING, 8) == "small", "its turn"
+
+
+@given(st.lists(st.tuples(tiers, st.integers(1, 40)), min_size=1, max_size=40), st.integers(40, 60))
+def test_every_prompt_of_every_tier_ends_and_weights_hold(
+    prompts: list[tuple[ServiceTier, int]], pages: int
+) -> None:
+    """Prompts of so many pages of 16 tokens run in chunks of four pages at most. While all tiers wait, the
+    shares differ from the weights by at most a chunk."""
+    waiting = {
+        f"{number:02}": schedule.arrival(f"{number:02}", 16 * size, 0.0, size, tier)
+        for number, (tier, size) in enumerate(prompts)
+    }
+    turns, free, now, given = Turns(), pages, 0.0, dict.fromkeys(ServiceTier, 0)
+    roomy = sum(size for _, size in prompts) <= pages
+    every = {tier for tier, _ in prompts}
+    while waiting:
+        left = {entry.tier for entry in waiting.values()}
+        chosen = schedule.next_of_tiers(waiting.values(), turns.order(left), now, AGEING, free)
+        assert chosen is not None, "something can always run"
+        entry = waiting[chosen]
+        tokens = min(64, entry.remaining)
+        free -= 0 if entry.opened else entry.pages
+        turns.give(entry.tier, tokens, left)
+        now += 1.0
+        waiting[chosen] = schedule.became_idle(schedule.chunk_sent(entry, tokens, now, AGEING), now)
+        given[entry.tier] += tokens
+        if not waiting[chosen].remaining:
+            free += waiting.pop(chosen).pages
+        if roomy and left == every:
+            passes = [given[tier] / tier.weight for tier in every]
+            assert max(passes) - min(passes) <= 64 / min(tier.weight for tier in every)
+    assert free == pages
 
 
 def test_schedules_nothing_without_a_waiting_request_that_fits() -> None:

@@ -1,7 +1,8 @@
 """The queue of reservations that wait for pages. Only the event loop's thread uses it.
 
-The queue is first come, first served, so that small reservations do not starve a large one. Waits are
-bounded.
+Service tiers share the pages that become free by weight. Within a tier the queue is first come, first served,
+and nothing overtakes the reservation whose turn it is, so that small reservations do not starve a large one.
+Waits are bounded.
 """
 
 import asyncio
@@ -12,6 +13,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from deltafront.workers.messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
+from deltafront.workers.messages.service_tiers import ServiceTier
+from deltafront.workers.turns import Turns
 
 OVERDUE_CHECKS = 5
 """A request ends if more consecutive checks find its lease expired. A process that was paused can then first
@@ -85,6 +88,10 @@ class _Waiter:
     renewed: float
     overdue: int = 0
 
+    @property
+    def tier(self) -> ServiceTier:
+        return self.reservation.options.service_tier
+
 
 class ReservationQueue:
     """The queue of reservations that wait for pages.
@@ -111,6 +118,7 @@ class ReservationQueue:
         self._wall = wall
         self._clock = clock
         self._waiters: deque[_Waiter] = deque()
+        self._turns = Turns()
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -143,13 +151,17 @@ class ReservationQueue:
 
     def serve(self) -> None:
         while self._waiters:
-            if self._waiters[0].answer.done():  # its caller was cancelled, and will remove it
-                self._waiters.popleft()
+            tiers = {waiter.tier for waiter in self._waiters}
+            first = next(waiter for waiter in self._waiters if waiter.tier is self._turns.order(tiers)[0])
+            if first.answer.done():  # its caller was cancelled, and will remove it
+                self._leave(first)
                 continue
-            answer = self._take(self._waiters[0].reservation, 0)
+            answer = self._take(first.reservation, 0)
             if isinstance(answer, Refused) and answer.reason is RefusalReason.PAGES:
                 return
-            self._answer(self._waiters[0], answer)
+            if isinstance(answer, Reserved):
+                self._turns.give(first.tier, answer.pages, tiers)
+            self._answer(first, answer)
 
     def renew(self, request_ids: Iterable[str]) -> None:
         ids = set(request_ids)

@@ -23,6 +23,7 @@ from deltafront.workers.messages.requests import (
     RefusalReason,
     Refused,
 )
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
 from deltafront.workers.messages.states import GroupStats
 from deltafront.workers.prefill.group import schedule
@@ -93,10 +94,10 @@ class PrefillController:
         finally:
             await self._end(admitted, None)
 
-    async def queue_refusal(self, tokens: int) -> Refused | None:
+    async def queue_refusal(self, tokens: int, tier: ServiceTier = ServiceTier.DEFAULT) -> Refused | None:
         if self.failure:
             raise PrefillFailed(self.failure)
-        return self._requests.queue_refusal(tokens, self._clock())
+        return self._requests.queue_refusal(tokens, tier, self._clock())
 
     async def cancel(self, request_id: str) -> None:
         request = self._requests.find(request_id)
@@ -183,7 +184,7 @@ class PrefillController:
         command = request.next_chunk(self._sizes)
         span = request.span.begin("chunk", now, start=command.start, tokens=command.tokens)
         command = replace(command, trace=span.context)
-        request.waiting = schedule.chunk_sent(request.waiting, command.tokens, now, schedule.AGEING)
+        self._requests.chunk_sent(request, command.tokens, now)
         request.in_flight += 1
         allowed = partial(self._requests.allowed, request, command)
         try:

@@ -20,8 +20,9 @@ from deltafront.workers.messages.requests import (
     RefusalReason,
     Refused,
 )
+from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest
-from deltafront.workers.messages.states import GroupStats
+from deltafront.workers.messages.states import GroupStats, Queued
 from deltafront.workers.pace import Recent
 from deltafront.workers.prefill.group import schedule
 from deltafront.workers.prefill.group.account import Account, Pace, Throughput
@@ -30,6 +31,7 @@ from deltafront.workers.prefill.group.cost import CostFit
 from deltafront.workers.roles import PrefillEvent
 from deltafront.workers.settings import PrefillConfig
 from deltafront.workers.tracing import NO_SPAN
+from deltafront.workers.turns import Turns
 
 _LONGEST_TURN_S = 60.0
 """Upper limit of retry times in seconds, unless the next free place takes longer. Without a limit, clients
@@ -45,7 +47,7 @@ class Request:
         self.pages: tuple[int, ...] = ()
         """The request's page table, the same on every stage; empty before its first chunk."""
         left, pages = job.tokens - job.start, pages_for(job.tokens)
-        self.waiting = schedule.arrival(job.request_id, left, arrived, pages)
+        self.waiting = schedule.arrival(job.request_id, left, arrived, pages, job.service_tier)
         self.account = Account(stages=stages, method=job.method, arrived=arrived)
         self.span = NO_SPAN
         self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
@@ -142,6 +144,7 @@ class PrefillRequests:
         """The first serial is random, because stages outlive a controller, and serials must not repeat."""
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
+        self._turns = Turns()
         self._throughput = Throughput()
         self._costs: dict[str, CostFit] = {}
         """The learned cost of each method."""
@@ -162,7 +165,7 @@ class PrefillRequests:
         return self._requests.get(request_id)
 
     def admit(self, job: PrefillJob, now: float) -> Request | Refused:
-        refused = self._refusal(job) or self.queue_refusal(job.tokens, now)
+        refused = self._refusal(job) or self.queue_refusal(job.tokens, job.service_tier, now)
         if refused is not None:
             return refused
         request = Request(job, self._stages, now, next(self._serials))
@@ -177,7 +180,8 @@ class PrefillRequests:
     def next(self, now: float) -> Request | None:
         """Choose the request whose chunk is sent next, and allocate its pages if it has none."""
         unsent = [request.waiting for request in self if request.unsent]
-        chosen = schedule.next_request(unsent, now, schedule.AGEING, self._pool.free)
+        order = self._turns.order(waiting.tier for waiting in unsent)
+        chosen = schedule.next_of_tiers(unsent, order, now, schedule.AGEING, self._pool.free)
         if chosen is None:
             return None
         request = self._requests[chosen]
@@ -186,6 +190,11 @@ class PrefillRequests:
         if not request.opened:
             request.pages = self._pool.allocate(request.waiting.pages)
         return request
+
+    def chunk_sent(self, request: Request, tokens: int, now: float) -> None:
+        waiting = {other.waiting.tier for other in self if other.unsent}
+        self._turns.give(request.waiting.tier, tokens, waiting)
+        request.waiting = schedule.chunk_sent(request.waiting, tokens, now, schedule.AGEING)
 
     def _refusal(self, job: PrefillJob) -> Refused | None:
         needed, pool = pages_for(job.tokens), self._pool
@@ -199,11 +208,12 @@ class PrefillRequests:
             return Refused(reason=RefusalReason.TOO_LARGE, message=message, needed=needed, free=pool.free)
         return None
 
-    def queue_refusal(self, tokens: int, now: float) -> Refused | None:
-        """Return a refusal if `max_waiting` prompts wait already, else None. Refused prompts get successive
-        retry times, at the rate at which places in the queue become free (`_next_turn`).
+    def queue_refusal(self, tokens: int, tier: ServiceTier, now: float) -> Refused | None:
+        """Return a refusal if `max_waiting` prompts of the service tier wait already, else None. Refused
+        prompts get successive retry times, at the rate at which places in the queue become free
+        (`_next_turn`).
         """
-        waiting = sum(not request.opened for request in self._live())
+        waiting = sum(not request.opened and request.waiting.tier is tier for request in self._live())
         if waiting < self._config.max_waiting:
             return None
         return Refused(
@@ -254,10 +264,10 @@ class PrefillRequests:
             queue=tuple(self._queue(now)),
         )
 
-    def _queue(self, now: float) -> Iterator[tuple[int, float]]:
-        """Yield the unsent tokens of each live request whose method has a learned cost, and their expected
-        seconds. A request's chunks in flight are a separate item with 0 tokens, since no prompt overtakes
-        them.
+    def _queue(self, now: float) -> Iterator[Queued]:
+        """Yield the unsent tokens of each live request whose method has a learned cost, their expected
+        seconds, and the request's service tier. A request's chunks in flight are a separate item with 0
+        tokens, since no prompt overtakes them.
         """
         spent = now - self._began
         for request in self._live():
@@ -266,10 +276,10 @@ class PrefillRequests:
                 continue
             if request.sent > request.done:
                 seconds = fit.cost.seconds(request.done, request.sent)
-                yield 0, max(0.0, seconds - spent)
+                yield 0, max(0.0, seconds - spent), request.waiting.tier
                 spent = max(0.0, spent - seconds)
             if request.sent < total:
-                yield total - request.sent, fit.cost.seconds(request.sent, total)
+                yield total - request.sent, fit.cost.seconds(request.sent, total), request.waiting.tier
 
     def _unread(self) -> int:
         return sum(request.job.tokens - request.done for request in self._live())

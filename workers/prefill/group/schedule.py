@@ -9,8 +9,10 @@ request earns that back in t / ageing seconds. A long prompt that others overtak
 A prompt that needs more pages than are free blocks later prompts, except those that already have pages.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+from deltafront.workers.messages.service_tiers import ServiceTier
 
 AGEING = 256.0
 """Tokens of credit that a waiting request earns each second."""
@@ -35,10 +37,15 @@ class Waiting:
     credit: float = 0.0
     pages: int = 0
     opened: bool = False
+    tier: ServiceTier = ServiceTier.DEFAULT
 
 
-def arrival(request_id: str, tokens: int, now: float, pages: int = 0) -> Waiting:
-    return Waiting(request_id=request_id, remaining=tokens, arrived=now, idle_since=now, pages=pages)
+def arrival(
+    request_id: str, tokens: int, now: float, pages: int = 0, tier: ServiceTier = ServiceTier.DEFAULT
+) -> Waiting:
+    return Waiting(
+        request_id=request_id, remaining=tokens, arrived=now, idle_since=now, pages=pages, tier=tier
+    )
 
 
 def credit_at(waiting: Waiting, now: float, ageing: float) -> float:
@@ -65,6 +72,24 @@ def next_request(waiting: Iterable[Waiting], now: float, ageing: float, free: in
     if opening is None or opening.pages > free:
         return None if running is None else running.request_id
     return opening.request_id if running is None else min(running, opening, key=rank).request_id
+
+
+def next_of_tiers(
+    waiting: Iterable[Waiting], order: Sequence[ServiceTier], now: float, ageing: float, free: int
+) -> str | None:
+    """Choose by `next_request` within the first tier of `order` that has a request that can run.
+
+    If the first tier can run nothing because its next request needs more pages than are free, later tiers may
+    only continue what they began. So pages become free for it.
+    """
+    entries = list(waiting)
+    for tier in order:
+        mine = [entry for entry in entries if entry.tier is tier]
+        chosen = next_request(mine, now, ageing, free)
+        if chosen is not None:
+            return chosen
+        free = 0
+    return None
 
 
 def chunk_sent(waiting: Waiting, tokens: int, now: float, ageing: float) -> Waiting:
