@@ -27,7 +27,6 @@ class Answer:
 
     Attributes:
         due_s: When the plan sends the request. TTFT counts from here.
-        sent_s: When it was sent first.
         arrivals_s: Arrival of each event that brought tokens.
         tokens: Tokens received, by the server's count.
         cached: Prompt tokens from the prefix cache; None: the server does not say.
@@ -39,7 +38,6 @@ class Answer:
 
     turn: Turn
     due_s: float
-    sent_s: float = 0.0
     arrivals_s: list[float] = field(default_factory=list)
     tokens: int = 0
     cached: int | None = None
@@ -77,7 +75,6 @@ class Server:
         """Send the request, and again while the server is overloaded, and read the answer. began: the load's
         begin by time.perf_counter()."""
         body = self._bodies.body(answer.turn)
-        answer.sent_s = time.perf_counter() - began
         try:
             async with asyncio.timeout(self._timeout_s):
                 while (pause_s := await self._once(answer, body, began)) is not None:
