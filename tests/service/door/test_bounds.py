@@ -158,7 +158,7 @@ def test_parses_requests_outside_the_event_loop(
         monkeypatch.setattr(module, name, noted)
 
     noting(json_body, "from_json")
-    noting(grpc_door, "read")
+    noting(grpc_door, "read_request")
     assert post(make_http(house), chat([{"role": "user", "content": "hi"}])).status_code == 200
     assert ask(house)
     assert len(readers) == 2 and house.loop.name not in readers
