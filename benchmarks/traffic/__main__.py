@@ -191,7 +191,9 @@ class Traffic:
 
 def _lines(row: Row, indent: str = "") -> Iterator[str]:
     """Format a row for reading, nested rows below it."""
-    yield indent + " ".join(f"{name}={value}" for name, value in row.items() if not isinstance(value, dict))
+    flat = [f"{name}={value}" for name, value in row.items() if not isinstance(value, dict)]
+    if flat:
+        yield indent + " ".join(flat)
     for name, value in row.items():
         if isinstance(value, dict):
             yield f"{indent}  {name}:"

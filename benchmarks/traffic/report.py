@@ -118,7 +118,7 @@ def medians(rows: Sequence[Row]) -> Row:
         if values and isinstance(values[0], Mapping):
             made[name] = medians(values)
         else:
-            made[name] = statistics.median(values) if values else None
+            made[name] = round(statistics.median(values), 4) if values else None
     return made
 
 
