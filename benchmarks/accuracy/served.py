@@ -44,7 +44,7 @@ from deltafront.benchmarks.reader import load_text, load_tokenizer
 from deltafront.benchmarks.streams import ending
 from deltafront.benchmarks.tables import RESULTS, ROOT
 from deltafront.service.client.client import DeltafrontClient
-from deltafront.service.client.requests import PromptLike
+from deltafront.service.client.prompts import PromptLike
 from deltafront.service.config import load
 from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished, PrefillFinished
