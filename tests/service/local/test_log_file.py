@@ -21,7 +21,7 @@ from pathlib import Path
 from deltafront.service.local.log_file import output_to
 with output_to(Path(sys.argv[1])) as console:
     os.write(2, b"a fatal line of C++\\n")
-    print("a line of Ray's")
+    print("a line of Ray's", flush=True)
     subprocess.run([sys.executable, "-c", "print('a line of a child')"], check=True)
     console.print("Ready.")
 print("after")
