@@ -35,6 +35,8 @@ from .kube import (
 
 MAKER = os.environ.get("CLUSTER_UP")
 """A program with the commands `--nodes 2 up`, `down`, `import ARCHIVE…` and `kubectl …`."""
+RESULT = os.environ.get("CLUSTER_RESULT")
+"""A file that gets a line of JSON for each fault."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -143,7 +145,17 @@ class Deployed:
                 f"\n{what}: {load.requests} requests, {len(load.lost)} lost, "
                 f"longest pause {load.pause:.1f} s (median {usual:.1f} s)"
             )
+            record(what, load, usual)
             kube("-n", CLIENTS, "delete", "pod", name, "--wait=false", check=False)
+
+
+def record(what: str, load: Load, usual: float) -> None:
+    if RESULT is None:
+        return
+    pauses = {"longest_pause_s": round(load.pause, 2), "median_pause_s": round(usual, 2)}
+    line = {"fault": what, "requests": load.requests, "lost": len(load.lost)} | pauses
+    with Path(RESULT).open("a") as file:
+        file.write(json.dumps(line | {"load_average": os.getloadavg()[0]}) + "\n")
 
 
 def phase(kube: Kube, name: str) -> str:

@@ -106,7 +106,7 @@ def small(folder: Path, changes: Mapping[str, Mapping[str, Any]], *components: s
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "serve.yaml").write_text(generator().patch(folder))
     groups = {"headGroupSpec": "2Gi", **{f"workerGroupSpecs/{n}": "3Gi" for n in range(3)}}
-    sizes = [
+    sizes: list[Object] = [
         {
             "op": "replace",
             "path": f"/spec/rayClusterConfig/{group}/template/spec/containers/0/resources",
@@ -117,6 +117,9 @@ def small(folder: Path, changes: Mapping[str, Mapping[str, Any]], *components: s
         }
         for group, memory in groups.items()
     ]
+    if "autoscaling" in components:  # the sample waits for five minutes before an empty pod goes
+        idle = "/spec/rayClusterConfig/autoscalerOptions/idleTimeoutSeconds"
+        sizes.append({"op": "replace", "path": idle, "value": 20})
     (folder / "sizes.yaml").write_text(yaml.safe_dump(sizes))
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",

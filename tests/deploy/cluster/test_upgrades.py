@@ -1,5 +1,4 @@
-"""A second cluster takes over under load, and the autoscaler makes pods. This file runs last, because the
-second cluster stays."""
+"""Upgrades under load, and autoscaling. They run last, because the second cluster stays."""
 
 from __future__ import annotations
 
@@ -21,6 +20,25 @@ def test_upgrade_loses_no_request_and_load_adds_pods(deployed: Deployed) -> None
     with deployed.load("a second prefill pod comes") as load:
         kube.until(lambda: len(ready_of(deployed, "prefill")) == 2, "a second prefill pod")
     assert not load.lost
+    with deployed.load("the second prefill pod goes") as load:
+        deployed.apply("autoscaling", decode={"max_workers": 2})  # serveConfigV2 alone changes
+        kube.until(lambda: len(kube.pods("prefill", living=False)) == 1, "a single prefill pod")
+    assert not load.lost
+
+
+def test_a_rollback_during_an_upgrade_loses_nothing(deployed: Deployed) -> None:
+    kube, before = deployed.kube, active(deployed)
+    with deployed.load("rollback during an upgrade") as load:
+        deployed.apply()  # without autoscaling, which is another cluster
+        kube.until(lambda: pending(deployed), "a second cluster is being made")
+        deployed.apply("autoscaling", decode={"max_workers": 2})
+        kube.until(lambda: not pending(deployed), "no second cluster is left")
+    assert not load.lost and active(deployed) == before
+
+
+def pending(deployed: Deployed) -> str:
+    status = deployed.kube.service()["status"].get("pendingServiceStatus", {})
+    return str(status.get("rayClusterName", ""))
 
 
 def active(deployed: Deployed) -> str:
