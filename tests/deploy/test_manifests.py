@@ -16,11 +16,13 @@ import pytest
 import typer
 import yaml
 from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+from ray._raylet import Config
 
 from deltafront.service import app
 from deltafront.service.cli import main as cli
 from deltafront.service.local.local_ray import PROXY_PERIOD_S
 from deltafront.workers.model.directory import store
+from deltafront.workers.replica import HEAD_PATIENCE_S
 
 from .local_cluster import LABEL
 from .manifests import (
@@ -153,6 +155,10 @@ def test_every_pod_gets_the_settings_of_the_configuration(overlay: str) -> None:
         assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
         assert environment["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(config.door.max_message_bytes)
         assert environment["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == str(PROXY_PERIOD_S)
+        assert (
+            int(environment["RAY_health_check_period_ms"]) * Config.health_check_failure_threshold()
+            < 1000 * HEAD_PATIENCE_S
+        )
         mounts = {mount["name"]: mount["mountPath"] for mount in pod["volumeMounts"]}
         assert Path(config.model.path).is_relative_to(mounts.get("models", "/opt/deltafront/models"))
         assert set(mounts) == {volume["name"] for volume in spec["volumes"]}

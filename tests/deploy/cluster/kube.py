@@ -65,6 +65,11 @@ class Kube:
         pods = self.get("pods", "-l", label)
         return [one for one in pods if not living or "deletionTimestamp" not in one["metadata"]]
 
+    def logs(self, group: str, since: str) -> str:
+        """Return what a group's pods have written since a time in ISO 8601."""
+        names = [pod["metadata"]["name"] for pod in self.pods(group)]
+        return "".join(self("-n", NAMESPACE, "logs", name, f"--since-time={since}") for name in names)
+
     def until(self, true: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
         """Wait for a result, and return it. Raises AssertionError with the status of the cluster."""
         deadline = time.monotonic() + seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 
 import pytest
@@ -10,6 +11,8 @@ from .conftest import Deployed
 from .kube import NAMESPACE, is_ready, names
 
 GROUPS = ("door", "prefill", "decode", "headgroup")
+REPLACED = "replacing what is lost"
+"""A replica's log about its worker (workers/replica.py)."""
 
 
 def test_applied_overlay_answers_a_request(applied: Deployed) -> None:
@@ -39,11 +42,15 @@ def test_a_killed_pod_loses_no_request(deployed: Deployed, group: str) -> None:
     kube = deployed.kube
     (gone, *_) = kube.pods(group)
     name, uid = gone["metadata"]["name"], gone["metadata"]["uid"]
+    began = datetime.datetime.now(datetime.UTC).isoformat()
     with deployed.load(f"{group} killed") as load:
         kube("-n", NAMESPACE, "delete", "pod", name, "--force", "--grace-period=0")
         kube.until(lambda: uid not in uids(deployed, group), f"{name} is gone")
         kube.until(lambda: any(map(is_ready, kube.pods(group))), f"another {group} pod")
     assert not load.lost
+    others = {"prefill", "decode"} - {group}
+    replaced = [other for other in others if REPLACED in kube.logs(other, began)]
+    assert not replaced, "a worker that streams to a dead pod must not count as dead"
 
 
 def uids(deployed: Deployed, group: str) -> set[str]:
