@@ -1,5 +1,5 @@
-"""Measures in service what sparse attention does to answers. While workers are idle, a decode worker prefills
-a sampled answer again behind its prompt, with dense attention, and the log-probabilities are compared.
+"""Compares sampled answers with dense attention while the service runs. An idle decode worker prefills the
+prompt and the answer again, with dense attention, and the log-probabilities are compared.
 
 No caller waits for this. It begins only on a worker without requests, and the worker ends it when one comes.
 It belongs to no caller, writes no line about a text, and its KV does not enter the prefix cache.
@@ -25,7 +25,7 @@ from deltafront.workers.roles import DecodeWorker
 log = logging.getLogger(__name__)
 
 _PATIENCE_S = 600.0
-"""How long an answer is kept for its comparison, from its end."""
+"""Seconds that a complete answer waits for an idle worker."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from .prometheus import substituted
 every = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
 
 FAILURES = ("replays_total", "handoff_failures_total", "tokens_read_again_total", "internal|unavailable")
-"""What queries of the service's failures name: counters, and outcomes."""
+"""Names in a query that make it one of the service's failures: counters, or outcomes."""
 ERRORS = (Code.INTERNAL, Code.UNAVAILABLE, Code.UNKNOWN)
 
 

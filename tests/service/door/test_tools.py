@@ -166,7 +166,7 @@ def test_tool_call_cut_by_max_tokens_finishes_by_length(api: openai.OpenAI, says
 def test_tool_call_cut_by_a_stop_string_finishes_by_stop(
     api: openai.OpenAI, says: Any, stop: str, reason: str, arguments: str
 ) -> None:
-    """As in OpenAI's API, only complete calls are `tool_calls`."""
+    """The finish reason is `tool_calls` only if all calls are complete, as in OpenAI's API."""
     says(call("weather", ROME))
     answer = chat(api, tools=[tool()], max_tokens=300, stop=stop)
     assert (answer.choices[0].finish_reason, calls_of(answer)) == (reason, [("weather", arguments)])
