@@ -99,6 +99,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
+def pytest_fixture_setup(fixturedef: Any) -> None:
+    """Refuse fixtures of scope "package": these folders are no packages, so they would live until the end of
+    the session, and their Ray would fail the next file that starts one."""
+    assert fixturedef.scope != "package", f"{fixturedef.argname}: take the scope module or session"
+
+
 def pytest_collection_finish() -> None:
     """Keep the tests and their modules out of garbage collection, because they live until the end."""
     gc.collect()

@@ -55,7 +55,7 @@ def sizes(request: pytest.FixtureRequest) -> Sizes:
     return FULL if request.config.getoption("--acceptance") else SMALL
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def collector() -> Iterator[Collector]:
     """A collector that receives the spans of all requests."""
     running = Collector()
@@ -63,7 +63,7 @@ def collector() -> Iterator[Collector]:
     running.stop()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def service(
     sizes: Sizes, collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalService]:
@@ -80,13 +80,13 @@ def service(
         yield running
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def http() -> str:
     """The URL of the service's HTTP API."""
     return f"http://127.0.0.1:{yaml.safe_load(CONFIG.read_text())['door']['http_port']}"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def wire(service: LocalService) -> Wire:
     return Wire(service.address)
 

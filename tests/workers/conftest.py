@@ -33,9 +33,9 @@ from deltafront.workers.tracing import NO_TRACER, Tracer
 LAYERS = 6
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Start one Ray for all tests of actors."""
+    """Start one Ray for a file's tests of actors. The next file may start its own service in this process."""
     import ray
 
     from deltafront.service import listening
