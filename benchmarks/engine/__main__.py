@@ -61,6 +61,7 @@ from deltafront.service.cli.size import RESERVE_GIB
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
+from deltafront.workers.evaluation.setting import split_method
 from deltafront.workers.settings import KVDtype, Quantisation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +93,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turn-tokens", type=int, default=142_000, help="of the last turn of cached")
     parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--recompute", type=int, nargs="+", default=[0, 8, 16], help="blocks")
+    parser.add_argument(
+        "--settings", nargs="+", metavar="METHOD:OPTIONS", help="of asked; by default dpxa at --densities"
+    )
     parser.add_argument("--questions", type=int, default=9, help="asked of each")
     parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of a group: one service for each")
     parser.add_argument("--groups", type=int, default=1)
@@ -262,13 +266,15 @@ class Run:
                 self.keep(one, setup)
 
     def asked(self, client: DeltafrontClient, setup: Setup) -> None:
-        """Measure TTFT of prompts that end in their question, for each number of blocks in --recompute."""
+        """Measure TTFT of prompts that end in their question, by --settings and by blocks of --recompute."""
         given = self.given
-        for tokens, blocks in itertools.product(given.tokens, given.recompute):
+        every = itertools.product(given.tokens, given.settings or ["dpxa"], given.recompute)
+        for tokens, setting, blocks in every:
             documents = self.prompts(given.repeats, tokens - measure.APPENDED, seed=97)
-            options = self.options("dpxa", tokens)
-            results = [measure.first_token(client, ids, "dpxa", options, blocks) for ids in documents]
-            one = measure.ttft_row(f"ttft_dpxa_recompute_{blocks}", results, setup.gpus)
+            method, options = split_method(setting)
+            options = options or self.options(method, tokens)
+            results = [measure.first_token(client, ids, method, options, blocks) for ids in documents]
+            one = measure.ttft_row(f"ttft_{setting}_recompute_{blocks}", results, setup.gpus)
             self.keep({**one, "tokens": tokens}, setup)
 
     def cached(self, setup: Setup) -> None:
