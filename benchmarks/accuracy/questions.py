@@ -58,7 +58,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Looked:
-    """A question's attention to the document's blocks, and the time to compute it."""
+    """A question's attention mass on each block of the document (`looks`), and the time to compute it."""
 
     looks: BlockAttention
     milliseconds: float

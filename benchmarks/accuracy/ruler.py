@@ -66,7 +66,8 @@ CODE = "Read the following coded text and track the frequency of each coded word
 
 
 def in_turn(about: str, prompt: str, answers: Sequence[str]) -> Asked:
-    """Make the questions of each turn: one for every remaining answer, after the earlier answers."""
+    """Ask for one answer at a time, after the earlier answers. Each turn has a question for every answer that
+    remains."""
     return [
         (f"{about} {turn + 1}", prompt + "".join(f" {said}," for said in answers[:turn]), f" {answer}")
         for turn in range(len(answers))

@@ -81,7 +81,8 @@ def changes(
 
 
 class Errors:
-    """Sums of |error|² over rows, left and before, by method, gamma and form, and by layer and head."""
+    """Sums of squared errors over rows, after and before correction: by method, gamma and form, and by layer
+    and head."""
 
     def __init__(self, factors: Sequence[float]) -> None:
         self._factors = factors

@@ -47,8 +47,8 @@ QUOTAS = tuple(START * FACTOR**count for count in MEASURED)
 
 
 class Performance:
-    """Measures the model's performance on one document. It keeps each layer's inputs of the unadjusted model,
-    so that measuring a changed head runs only the head's layer and later layers.
+    """Measures the model's performance on one document, with one head's threshold changed. It caches each
+    layer's inputs of the unadjusted model, so that only that head's layer and later layers run again.
 
     Raises ValueError for a document without questions.
     """

@@ -112,8 +112,8 @@ UNIT = tl.constexpr(2.0**-6)
 
 @triton.jit
 def quantised_halves(low, high):
-    """Quantise rows that come as two halves of their channels: float32 [tokens, heads, D / 2] each. Return
-    both halves' numbers and the scales, all uint8."""
+    """Quantise float32 rows, given as the lower and the upper half of their D channels: [tokens, heads, D/2]
+    each. Return the numbers of both halves and one scale per row, all uint8."""
     largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), 2)  # as integers, so that NaN wins
     least = _magnitude(largest.to(tl.float32, bitcast=True) * _OVER_127)
     upper = (tl.minimum(least, 0x7F800000) + 0xFFFFF) >> 20  # clamped, because a large NaN would overflow

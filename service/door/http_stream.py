@@ -41,8 +41,8 @@ class EventStream:
     Args:
         comments: Whether comment lines report prefill progress.
         named: Whether events are named by their object's `type`.
-        keep_alive: What clients skip.
-        headers: More headers.
+        keep_alive: The keep-alive line, which clients skip.
+        headers: Additional HTTP headers.
     """
 
     def __init__(

@@ -10,7 +10,8 @@ from deltafront.workers.messages.events import FinishReason, Progress, Session, 
 
 @dataclass(frozen=True)
 class Timings:
-    """A request's times in seconds. `parts` add up to `ttft_seconds`. `stages` overlap."""
+    """A request's times in seconds. `parts` add up to `ttft_seconds`. `stages` has the seconds of each
+    prefill stage, which overlap."""
 
     ttft_seconds: float
     parts: dict[str, float]
@@ -59,7 +60,7 @@ class AnswerPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedToken(Token):
-    """A token, with the parts of the answer that became certain with it."""
+    """A token, with the reasoning, content and tool calls that the parser emits after it."""
 
     answer_parts: tuple[AnswerPart, ...] = ()
 
@@ -75,10 +76,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class GenerateFinished:
-    """The last event of an answer. `density` has no method if no group prefilled the prompt. `page_share`:
-    share of pages that sparse layers attended to. `stop_string`: the one that ended the answer, or empty.
-    The last three fields belong to parsed answers. `reasoning_tokens`: None if reasoning is not separated.
-    """
+    """The last event of an answer. If no prefill group ran, `density` names no method. `page_share`: share of
+    pages that sparse layers attended to. `stop_string`: the one that ended the answer, or empty. The last
+    three fields belong to parsed answers. `reasoning_tokens`: None if reasoning is not separated."""
 
     reason: FinishReason
     text: str
@@ -98,7 +98,7 @@ class GenerateFinished:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The text of each token of `answered_ids`, before a resumed answer's further tokens."""
+    """The text of each token in `answered_ids`, sent before the further tokens of a resumed answer."""
 
     texts: tuple[str, ...]
 

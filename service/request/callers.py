@@ -1,4 +1,4 @@
-"""Callers and their quotas. Limits a minute are in `rates`.
+"""Callers and their quotas. Limits per minute are in `rates`.
 
 If a caller has a quota, a door asks the workers how much the caller uses through other doors. Two doors that
 receive requests at the same moment do not see each other's requests, so a caller may briefly use twice its
@@ -37,7 +37,7 @@ def fits_share(owner: str, mine: int, everyone: int, most: int) -> bool:
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of a caller's use at one time, and a minute. None means no limit.
+    """A caller's limits: at one time, and per minute. None means no limit.
 
     Args:
         tokens: Tokens of KV cache, including sessions. A request counts its prompt and its longest answer.
@@ -115,7 +115,7 @@ class RequestUse:
         return self._callers.rates.states(self.caller)
 
     def spend(self, tokens: int) -> None:
-        """Count tokens against the caller's limit a minute."""
+        """Count tokens against the caller's limit per minute."""
         self._callers.rates.spend(self.caller, tokens)
 
     async def set_tokens(self, tokens: int) -> None:
@@ -173,8 +173,8 @@ class Callers:
         self._accepted.discard(use)
 
     def part(self, caller: Caller) -> RequestUse:
-        """Return the quota use of one choice of a request with several. From `run` on its tokens count, but
-        not as another request."""
+        """Return the quota use of one choice of a request with several. Its tokens count, but it is not
+        counted as a further request."""
         return RequestUse(caller, self, requests=0)
 
     def count(self, use: RequestUse) -> None:

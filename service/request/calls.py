@@ -112,7 +112,7 @@ class PrefillRequest:
         deadline: Seconds since the epoch.
         retain_s: Seconds to retain the prompt in the prefix cache; 0: do not cache it; None: cache it,
             evictable at once.
-        service_tier: None: as `Caller.tier` says.
+        service_tier: None: the default of `Caller.tier`.
     """
 
     prompt: Prompt | None = None

@@ -1,12 +1,12 @@
-"""Limits of a caller's requests and tokens a minute.
+"""Limits a caller's requests and tokens per minute, with leaky buckets.
 
 Every door enforces its share: the limit divided by `door.replicas`. So a caller stays below its limit over
 all doors, and reaches it if its requests are spread evenly, as HAProxy spreads them.
 
-Use is forgotten at the rate of the limit, so a caller that was idle may use a whole minute's at once. A
-request counts when it begins. Its tokens count when they are known: tokens to prefill (not cached ones) once
-pages are reserved, tokens of the answer one by one. So tokens may exceed the limit, even by one long prompt.
-Then further requests are refused until the excess is forgotten.
+A bucket drains at the rate of its limit, so an idle caller may use a whole minute's limit at once. A request
+counts when it begins. Its tokens count when they are known: tokens to prefill (not cached ones) once pages
+are reserved, tokens of the answer one by one. So tokens may exceed the limit, even by one long prompt. Then
+further requests are refused until the excess has drained.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class RateState:
     """A limit's state at one door.
 
     Attributes:
-        limit: The whole limit, a minute.
+        limit: The caller's limit per minute over all doors.
         remaining: What this door still permits.
-        reset_s: Seconds until all use is forgotten.
+        reset_s: Seconds until the bucket is empty.
     """
 
     unit: Unit
@@ -46,7 +46,7 @@ class RateState:
 
 
 class RateLimited(Overloaded):
-    """The caller is over a limit a minute. `states` are those of all its limits."""
+    """The caller is over a limit per minute. `states` are those of all its limits."""
 
     def __init__(self, message: str, retry_after_s: float, states: tuple[RateState, ...]) -> None:
         super().__init__(message, retry_after_s=retry_after_s)

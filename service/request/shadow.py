@@ -30,7 +30,7 @@ _PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """An answer's tokens as it was given, and as dense attention sees them.
+    """Compares an answer's log-probabilities as generated with those of dense attention.
 
     Attributes:
         given_nats, dense_nats: The sum of the tokens' negative log-probabilities.
@@ -45,8 +45,8 @@ class Comparison:
 
 
 def compared(given: Sequence[events.Token], dense: Sequence[events.Token], *, greedy: bool) -> Comparison:
-    """Compare the tokens of an answer with their dense reading. Without `greedy`, only `top` says which token
-    was the likeliest."""
+    """Compare an answer's tokens with the same tokens prefilled densely. Without `greedy`, a token's
+    likeliest alternative is known only from its `top`."""
     likeliest = [one.token_id if greedy else one.top[0].token_id for one in given if greedy or one.top]
     equal = sum(mine == other.top[0].token_id for mine, other in zip(likeliest, dense, strict=False))
     return Comparison(
@@ -58,8 +58,8 @@ def compared(given: Sequence[events.Token], dense: Sequence[events.Token], *, gr
 
 
 def is_comparable(call: Call, prompt_tokens: int) -> bool:
-    """Return whether a dense reading tells something about an answer: its whole prompt is known and its
-    method is sparse at this length, and nothing but the model decided the log-probabilities."""
+    """Return whether dense attention can be compared: the whole prompt is known, the method is sparse at this
+    length, and only the model determined the log-probabilities."""
     free = not call.options.constraint and not call.sampling.changes_logits
     whole = call.session_id is None and not call.answered and call.options.prompt_logprobs is None
     return free and whole and not is_exact(call.method, prompt_tokens)
@@ -67,7 +67,7 @@ def is_comparable(call: Call, prompt_tokens: int) -> bool:
 
 def idle_worker(view: FleetView, tokens: int) -> str | None:
     """Choose the decode worker with the most pages that hold no cached block. None: no worker of the service
-    is idle and has enough free pages, or a prompt waits."""
+    is idle with enough free pages, or a prompt is waiting."""
     if any(group.running or group.waiting for group in view.groups.values()):
         return None
     idle = [

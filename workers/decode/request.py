@@ -372,7 +372,8 @@ class DecodeRequest:
         )
 
     def refusal(self) -> Refused | None:
-        """Return the refusal to keep an ended request as a session; None if it was cancelled.
+        """Explain why an ended request cannot become a session: a Refused after the deadline, None if it was
+        cancelled.
 
         Raises:
             HandoffFailed: The request's KV did not arrive.

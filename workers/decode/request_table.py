@@ -96,8 +96,8 @@ class DecodeRequests:
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """Reserve pages for a request. Raises DecodeFailed after `close`.
 
-        A request ends all shadows. If it then still lacks their pages, which a running step may use, it tries
-        again once they are free.
+        A request ends all shadow requests (comparisons with dense attention). Steps that are running may
+        still use their pages, so a refused request waits for these pages and tries again.
         """
         if self._closed:
             raise DecodeFailed(self._closed)

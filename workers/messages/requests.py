@@ -71,8 +71,8 @@ class RequestOptions:
             log-probability. The decode worker then prefills the whole prompt. None: no log-probabilities.
         logprobs_from: The first position whose log-probability is wanted. Chunks that end before it return
             none.
-        shadow: True for an answer that is read again to measure its quality. The worker refuses it while it
-            has any other request, and ends it when one comes.
+        shadow: True if the request only prefills an answer again, to compare it with dense attention. The
+            worker refuses it while it has any other request, and ends it when one comes.
     """
 
     page_selection: PageSelection = PageSelection.DEFAULT

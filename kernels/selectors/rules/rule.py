@@ -1,4 +1,4 @@
-"""The definition of a selection rule."""
+"""Defines `Rule`, which decides from scores which tiles of the attention matrix are kept."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -70,7 +70,8 @@ class Rule:
 
 
 def check_scores(score_BHNM: torch.Tensor, first_block: int) -> None:
-    """Check scores of a chunk that starts at block `first_block`. Raises KernelInputError."""
+    """Check that scores are float32 and that their shape fits a chunk whose first query block is
+    `first_block`. Raises KernelInputError."""
     if score_BHNM.dim() != 4 or score_BHNM.numel() == 0:
         raise KernelInputError(
             f"scores must be (batch, heads, query blocks, key blocks) and not empty, "

@@ -61,7 +61,7 @@ def headers_of(error: DeltafrontError) -> dict[str, str]:
 
 
 def rate_headers(states: Iterable[RateState]) -> dict[str, str]:
-    """Return those of RATE_HEADERS whose limits the caller has."""
+    """Return the RATE_HEADERS for the limits that the caller has."""
     headers: dict[str, str] = {}
     for state in states:
         names = (name for name in RATE_HEADERS if name.endswith(state.unit))

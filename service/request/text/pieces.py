@@ -102,8 +102,8 @@ def longest_token(tokenizer: Tokenizer, state: Mapping[str, Any]) -> int:
 
 
 def splits_at_spaces(tokenizer: Tokenizer, state: Mapping[str, Any]) -> bool:
-    """Return whether pieces that are cut at seams have the same ids as the whole text. state:
-    tokenizer.json's content.
+    """Return whether a text may be cut before a space between two letters (a seam) without changing its token
+    ids. `state`: the content of tokenizer.json.
 
     True for byte-level BPE, whose words begin with their space, if neither normaliser, added tokens nor BOS
     reach across a seam. False if the tokenizer has unknown parts.

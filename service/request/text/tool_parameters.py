@@ -25,7 +25,8 @@ _IN_STRING = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 @dataclass(frozen=True)
 class ParameterFormat:
-    """How a model writes parameters: `key`, which has KEY in it, the value, `end`; `tail` ends the call."""
+    """A model's format of one parameter: `key`, in which KEY stands for its name, then the value, then `end`.
+    `tail` ends the call."""
 
     key: str
     end: str

@@ -61,11 +61,11 @@ K = TypeVar("K", bound=ExportedKV)
 
 
 def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) -> K:
-    """Return an announcement's payload of type `kind`.
+    """Check an announcement's payload against `cache`, and return it as a `kind`.
 
     Raises:
-        HandoffError: The payload has another type, or page shape or dtype than `cache`; or it lacks rows or
-            layers that were announced.
+        HandoffError: The payload's type, page shape or dtype is wrong, or announced rows or layers are
+            missing.
     """
     kv, what = announcement.payload, described(announcement)
     if not isinstance(kv, kind):

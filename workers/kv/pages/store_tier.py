@@ -59,7 +59,7 @@ class StoreTier:
     Args:
         saved: The page groups found on disk, from `KVFiles.saved`.
         room: Maximum number of page groups.
-        clock: The clock of `host`.
+        clock: Returns seconds: the clock that `HostTier` has.
     """
 
     def __init__(

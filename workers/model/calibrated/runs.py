@@ -1,5 +1,5 @@
-"""Runs of similar keys. Some methods score or merge one key a run, so a block needs several runs. With key
-biases (Qwen2) it may have a single one, whose first key then stands for all."""
+"""Some methods score or merge one key per run of similar keys, so a block needs several runs. With key biases
+(Qwen2) it may have a single one, whose first key then stands for all."""
 
 from collections.abc import Sequence
 from statistics import fmean

@@ -73,8 +73,8 @@ class Family:
         tensors: The family's names of modules and tensors, mapped to ours (see `ModelConfig.shapes`). Braces
             stand for an expert's number.
         unread: Prefixes of our names of tensors that only multi-token prediction uses. They are not loaded.
-        yarn: Values of max_position_embeddings, mapped to the trained length from which makers' cards of such
-            models extend it by YaRN, to four times this length.
+        yarn: The trained length for each value of max_position_embeddings. Cards of these models extend it by
+            YaRN to four times that length.
         scales_by_width: True if embeddings are multiplied by the square root of the hidden size.
         rotates_windows_alone: True if only layers with sliding windows use RoPE, if there are any.
         gguf: The names in GGUF files; None: GGUF files are not supported.
