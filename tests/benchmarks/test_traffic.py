@@ -82,7 +82,7 @@ def test_poisson_arrivals_have_exponential_distances() -> None:
     assert plan.poisson(5.0, 10.0, seed=2) == plan.poisson(5.0, 10.0, seed=2)
 
 
-def test_agents_share_the_sessions_without_end() -> None:
+def test_agents_hold_sessions_in_turn_without_end() -> None:
     held = [[prompt(0, 64 * n + 64, 2) for _ in range(n + 1)] for n in range(3)]
     first, second = plan.agents(held, 2)
     # Caller 0 holds sessions 0, 2, 4, …; there are three, so 4 is session 1 again, with other tokens.
@@ -145,7 +145,7 @@ def test_reads_traces_from_a_folder_or_lines_of_a_file(tmp_path: Path) -> None:
         (trace(request(5000, [1])), "no session begins with a prompt of at most 800 tokens"),
     ],
 )
-def test_refuses_what_is_no_session(tmp_path: Path, content: str, message: str) -> None:
+def test_refuses_traces_without_a_usable_session(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "bad.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
         sessions.read(tmp_path / "bad.jsonl", Bounds(tokens=800))
@@ -191,7 +191,7 @@ def test_goodput_needs_both_limits_and_a_whole_answer() -> None:
         assert good(one, limits) == wanted
 
 
-def test_gaps_count_while_another_prompt_is_read() -> None:
+def test_gaps_overlapping_another_prompts_prefill_are_counted() -> None:
     one = answer(0.0, [1.0, 2.0, 3.0, 4.5, 9.0])
     for begin, end in [(0.0, 10.0), (2.0, 3.0), (2.5, 2.6), (5.0, 6.0), (9.5, 10.0)]:
         times = [begin + (end - begin) * n / 997 for n in range(1, 997)]
@@ -216,7 +216,7 @@ def test_summary_counts_only_finished_work_as_done() -> None:
     assert "gap_p50_ms" not in summary([], 1.0) and summary([], 1.0)["cached_share"] is None
 
 
-def test_report_separates_parts_and_shows_the_disturbed_chats() -> None:
+def test_report_has_each_part_and_chat_gaps_during_a_long_prefill() -> None:
     answers = [
         answer(0.0, [1.0, 1.1, 3.1, 3.2], part="chat"),
         answer(2.0, [3.0], part="long"),

@@ -33,7 +33,7 @@ def test_one_request_in_a_hundred_goes_to_the_new_version(kind: str, port: int) 
     }
 
 
-def test_new_version_lets_the_routes_of_the_served_one_in() -> None:
+def test_gateway_routes_may_send_requests_to_the_new_version() -> None:
     objects = rendered("canary/service")
     (grant,) = of_kind(objects, "ReferenceGrant")
     assert {(one["kind"], one["namespace"]) for one in grant["spec"]["from"]} == {

@@ -65,7 +65,7 @@ def test_ttft_parts_always_add_up_to_the_elapsed_time(steps: list[tuple[float, d
     assert list(parts)[-1] == "transport"
 
 
-def test_ttft_that_no_worker_reports_counts_as_transport() -> None:
+def test_ttft_time_that_no_worker_reports_counts_as_transport() -> None:
     now = [0.0]
     clock = TtftClock(lambda: now[0])
     now[0] = 1.0

@@ -50,7 +50,7 @@ def asking(sampling: House) -> Iterator[DeltafrontClient]:
         yield client
 
 
-def test_sparse_answer_is_read_again_with_dense_attention(sampling: House, asking: DeltafrontClient) -> None:
+def test_sparse_answer_is_compared_with_dense_attention(sampling: House, asking: DeltafrontClient) -> None:
     """The fake worker gives each token of an answer -0.5 nats, and of a prompt -id/100."""
     _, tokens, _, _ = collect(asking.generate(PROMPT, max_tokens=8, **SPARSE))
     wait_until(lambda: reads(sampling, ShadowOutcome.COMPARED) == 1, "it was not compared")
@@ -69,7 +69,9 @@ def test_sparse_answer_is_read_again_with_dense_attention(sampling: House, askin
     assert value(sampling, "requests_total") == 1, "it is no caller's request"
 
 
-def test_no_answer_is_read_again_by_default(house: House, client: DeltafrontClient) -> None:
+def test_no_answer_is_compared_with_dense_attention_by_default(
+    house: House, client: DeltafrontClient
+) -> None:
     collect(client.generate(PROMPT, max_tokens=8, **SPARSE))
     nothing_left(house)
     assert len(house.decode.reservations) == 1
@@ -169,7 +171,7 @@ DENSE = [token(9, 5, -1.0, 5), token(10, 6, -2.0, 7), token(11, 8, -0.5, 8), tok
     ],
     ids=["greedy", "sampled", "sampled with top"],
 )
-def test_agreement_needs_the_likeliest_token_of_both_readings(
+def test_agreement_needs_the_likeliest_token_of_sparse_and_dense(
     greedy: bool, tops: tuple[int | None, ...], agreement: float | None
 ) -> None:
     given = [token(n, one.token_id, -0.25, tops[n]) for n, one in enumerate(DENSE)]
@@ -193,13 +195,13 @@ class Worker:
         )
 
 
-async def test_reading_that_a_caller_ends_gives_no_comparison() -> None:
+async def test_comparison_ended_by_another_request_is_dropped() -> None:
     worker: Any = Worker([], FinishReason.CANCELLED)
     assert await shadow._dense_tokens(worker, "a", bytes(12), 1) is None
 
 
 @pytest.mark.parametrize("logprobs", [[-1.0], [-1.0, float("nan")]], ids=["missing", "not finite"])
-async def test_reading_with_useless_log_probabilities_fails(logprobs: list[float]) -> None:
+async def test_comparison_with_missing_or_nan_log_probabilities_fails(logprobs: list[float]) -> None:
     worker: Any = Worker(logprobs, FinishReason.LENGTH)
     with pytest.raises(WorkerFailed, match="missing or not finite"):
         await shadow._dense_tokens(worker, "a", bytes(12), 1)

@@ -16,7 +16,7 @@ every = list(ServiceTier)
 
 
 @given(st.lists(units, max_size=100))
-def test_turns_of_tiers_that_always_wait_equal_brute_force(sizes: list[int]) -> None:
+def test_turns_of_always_waiting_tiers_equal_brute_force(sizes: list[int]) -> None:
     """Each turn is of the tier that was given least for its weight. Shares stay within one prompt's size."""
     turns, given_to = Turns(), dict.fromkeys(every, 0)
     for size in sizes:

@@ -53,7 +53,7 @@ def run(model: Path, prompts: Path, result: Path, *more: str) -> dict[str, Any]:
     return written
 
 
-def test_forms_of_the_correction_agree_in_dense_rows(
+def test_all_forms_of_delta_correction_give_the_same_dense_rows(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     x = random_input(300, q_heads=2, kv_heads=1, head_dim=16)

@@ -73,7 +73,7 @@ def test_dense_tail_leaves_a_multiple_of_gamma_rows(tokens: int, first: int) -> 
     assert more - computed == pytest.approx(2 * sum(row // 128 + 1 for row in rows) / 128)
 
 
-def test_delta_correction_filter_keeps_equal_differences() -> None:
+def test_smoothing_leaves_equal_differences_unchanged() -> None:
     difference_BHRD = torch.ones(1, 2, 5, 4)
     for numbers in ((0.5, 0.0, 0.0), (0.2, 0.05, 0.0035)):
         found = filtered(difference_BHRD, 8, 37, *numbers)

@@ -171,7 +171,7 @@ def test_performance_equals_a_prefill_with_one_threshold_changed(stack: LayerSta
     assert bool((measured.density_LHI.diff(dim=-1) >= 0).all())
 
 
-def test_measures_the_loss_of_each_head_separately(stack: LayerStack) -> None:
+def test_performance_loss_is_measured_for_each_head_alone(stack: LayerStack) -> None:
     measured = [Performance(stack, made(seed, 500), PAPER) for seed in (4, 5)]
     heads = stack.config.q_heads
     loss_HI = head_losses(measured, 1, heads)

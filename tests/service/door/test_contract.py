@@ -64,12 +64,12 @@ def broken(proto: descriptor_pb2.FileDescriptorProto) -> set[str]:
     return set(RELEASED.read_text().splitlines()) - set(contract(proto))
 
 
-def test_no_line_of_the_released_contract_changes_or_goes() -> None:
+def test_released_protobuf_contract_has_no_line_changed_or_removed() -> None:
     assert not broken(described()), "give a new meaning a new number, and keep what clients have"
 
 
 @pytest.mark.parametrize("change", ["name", "number", "type", "removed"])
-def test_finds_a_changed_or_removed_field(change: str) -> None:
+def test_contract_check_finds_a_changed_or_removed_field(change: str) -> None:
     proto = described()
     message = next(one for one in proto.message_type if one.name == "SamplingOptions")
     field = message.field[0]
@@ -81,7 +81,7 @@ def test_finds_a_changed_or_removed_field(change: str) -> None:
     assert broken(proto) == {line}
 
 
-def test_may_add_fields() -> None:
+def test_contract_check_permits_added_fields() -> None:
     proto = described()
     proto.message_type[0].field.add(name="other", number=999, type=_Field.TYPE_BYTES)
     assert not broken(proto)

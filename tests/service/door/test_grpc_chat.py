@@ -99,7 +99,7 @@ def test_tool_choice_none_hides_the_tools(client: DeltafrontClient, house: House
     assert "tools:" not in prompt_of(house) and not house.decode.reservations[-1].options.constraint
 
 
-def test_calls_and_results_reach_the_prompt(client: DeltafrontClient, says: Any, house: House) -> None:
+def test_tool_calls_and_results_reach_the_prompt(client: DeltafrontClient, says: Any, house: House) -> None:
     """An answer's calls are sent back as they came, or in OpenAI's form."""
     says(call("weather", ROME))
     *_, finish = client.generate(HI, **ASKED)
@@ -116,7 +116,7 @@ def test_calls_and_results_reach_the_prompt(client: DeltafrontClient, says: Any,
         assert '[tools:[{"type": "function", "function": {"name": "weather"' in prompt_of(house)
 
 
-def test_tools_follow_a_session(client: DeltafrontClient, says: Any) -> None:
+def test_question_on_a_session_may_have_tools(client: DeltafrontClient, says: Any) -> None:
     *_, kept = client.prefill(HI, tools=[tool()])
     says(call("weather", ROME))
     asked = {name: value for name, value in ASKED.items() if name != "skip_cache"}
@@ -125,7 +125,7 @@ def test_tools_follow_a_session(client: DeltafrontClient, says: Any) -> None:
 
 
 @pytest.mark.parametrize("stop", ['"days"', None])
-def test_call_that_is_cut_off_is_not_among_the_tool_calls(
+def test_tool_call_that_is_cut_off_is_not_among_the_tool_calls(
     client: DeltafrontClient, says: Any, stop: str | None
 ) -> None:
     says(f"{call('weather', ROME)}\n{call('weather', ROME)}")
@@ -169,7 +169,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("kind", RESUMED)
 @pytest.mark.parametrize("tokens", [1, 6, 38])
-def test_answer_resumed_at_another_door_keeps_grammar_and_parts(
+def test_answer_resumed_at_another_door_keeps_its_grammar_and_parts(
     house: House, make_door: Callable[..., House], kind: str, tokens: int
 ) -> None:
     request = asking(**RESUMED[kind])
@@ -187,7 +187,7 @@ def test_answer_resumed_at_another_door_keeps_grammar_and_parts(
     assert bool(first.tool_calls) == (kind == "call")
 
 
-def test_call_keeps_its_grammar_and_id_after_lost_connections(
+def test_tool_call_keeps_its_grammar_and_id_after_lost_connections(
     client: DeltafrontClient, house: House, impatient: None
 ) -> None:
     """The worker fails, and the connection is lost: the client resumes."""
@@ -201,7 +201,7 @@ def test_call_keeps_its_grammar_and_id_after_lost_connections(
     assert resumed[-1].tool_calls == events[-1].tool_calls == told(events)[2]
 
 
-def test_client_that_asks_for_no_parts_sees_the_bytes_of_before(house: House, says: Any) -> None:
+def test_stream_without_parse_answer_is_unchanged_byte_for_byte(house: House, says: Any) -> None:
     says(THINKING)
     *tokens, last = (event for event in stream(house, asking()) if event.WhichOneof("event") != "progress")
     for event in tokens:
@@ -215,7 +215,7 @@ def test_client_that_asks_for_no_parts_sees_the_bytes_of_before(house: House, sa
     assert "tools:" not in prompt_of(house)
 
 
-def test_message_of_a_tool_needs_no_call_id(client: DeltafrontClient, house: House) -> None:
+def test_tool_message_needs_no_call_id(client: DeltafrontClient, house: House) -> None:
     list(client.generate([*HI, {"role": "tool", "content": "sun"}], max_tokens=2))
     assert "[tool:sun]" in prompt_of(house)
 

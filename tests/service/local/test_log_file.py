@@ -38,7 +38,7 @@ def test_process_output_goes_to_the_log_and_status_to_the_terminal(tmp_path: Pat
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
-def test_a_start_replaces_the_log_of_the_previous_start(tmp_path: Path) -> None:
+def test_start_replaces_the_log_file_of_the_previous_start(tmp_path: Path) -> None:
     log = tmp_path / "serve.log"
     for line in ("before", "now"):
         with output_to(log):

@@ -92,7 +92,7 @@ def test_session_is_released_if_its_client_left_before_the_reply(house: House, a
     nothing_left(house)
 
 
-def test_each_request_counts_one_outcome(house: House) -> None:
+def test_metrics_count_one_outcome_for_each_request(house: House) -> None:
     house.loop.run(_events(house, lambda: ASKED))
     house.loop.run(_events(house, lambda: ASKED, stop=1))
     house.loop.run(_events(house, lambda: PrefillRequest(ASKED.prompt)))

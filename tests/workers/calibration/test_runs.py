@@ -38,7 +38,7 @@ def keys() -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("windows", [{}, {1: 256}])
-def test_runs_a_block_are_those_of_a_scan_of_the_keys(
+def test_runs_per_block_equal_those_of_an_anchor_scan(
     method: str, options: dict[str, float], chunk: int, cap: int, windows: dict[int, int]
 ) -> None:
     k_BGSD = keys()
@@ -61,14 +61,14 @@ def test_runs_a_block_are_those_of_a_scan_of_the_keys(
 
 
 @pytest.mark.parametrize(("method", "runs"), [("dpxa", True), ("xattention", False)])
-def test_a_models_runs_are_known_by_layer(tiny_stack: LayerStack, method: str, runs: bool) -> None:
+def test_runs_of_similar_keys_are_counted_by_layer(tiny_stack: LayerStack, method: str, runs: bool) -> None:
     document = Document(random.Random(1).choices(range(199), k=400), [])
     found = runs_by_layer(tiny_stack, document, method_spec(method))
     assert len(found) == tiny_stack.config.layers
     assert all((count is not None and 1 <= count <= 32) if runs else count is None for count in found)
 
 
-def test_a_start_warns_of_layers_with_fewer_than_four_runs() -> None:
+def test_start_warns_of_layers_with_few_runs_of_similar_keys() -> None:
     runs = {"dpxa": (9.25, None, 1.5, 3.9), "delta_kv": (4.0, None, 4.0, 4.0)}
     profile = Profile(
         format=1, model=ProfiledModel(name="a", digest="0" * 64), texts=(), prefill=(), runs=runs

@@ -44,7 +44,7 @@ async def refusal(run: Any, **reservation: Any) -> Refused:
 # --- refusals -------------------------------------------------------------------------------------------
 
 
-async def test_refuses_with_the_reason_and_reserves_no_page(bench: Any) -> None:
+async def test_refused_reservation_has_a_reason_and_takes_no_page(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("a", 300, 20)
     assert (await refusal(run, request_id="a")).reason is RefusalReason.DUPLICATE
@@ -105,7 +105,7 @@ async def test_only_the_owner_uses_a_session_until_it_expires(bench: Any) -> Non
         ({"keep_tokens": 41}, "keep_tokens 41"),
     ],
 )
-async def test_fails_a_job_that_contradicts_its_reservation(
+async def test_generate_job_that_contradicts_its_reservation_fails(
     bench: Any, change: dict[str, Any], words: str
 ) -> None:
     run = await bench()
@@ -116,7 +116,7 @@ async def test_fails_a_job_that_contradicts_its_reservation(
     assert run.used == 0
 
 
-async def test_fails_appended_token_ids_that_do_not_fit(bench: Any) -> None:
+async def test_appended_tokens_that_do_not_fit_fail_the_request(bench: Any) -> None:
     run = await bench()
     session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
     for name, count, ids, words in (
@@ -136,7 +136,7 @@ async def test_fails_appended_token_ids_that_do_not_fit(bench: Any) -> None:
         await run.reserve("session", 4, 8, session_id=session, resume_tokens=2)
 
 
-async def test_fails_a_job_without_reservation_and_a_second_job(bench: Any) -> None:
+async def test_second_generate_job_or_one_without_reservation_fails(bench: Any) -> None:
     run = await bench()
     answer = await run.collect(GenerateJob(request_id="nobody", sampling=SHORT))
     assert answer.finish.reason is FinishReason.FAILED and "not reserved" in answer.finish.message

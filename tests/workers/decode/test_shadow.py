@@ -34,7 +34,7 @@ async def read(run: Any, name: str, ids: list[int]) -> tuple[list[Any], Any]:
     return [t for e in events if isinstance(e, PromptLogprobs) for t in e.tokens], events[-1]
 
 
-async def test_log_probabilities_begin_in_the_chunk_with_the_first_wanted(bench: Any) -> None:
+async def test_prompt_logprobs_skip_chunks_before_logprobs_from(bench: Any) -> None:
     """Chunks have 48 tokens, so position 120 is in the one after token 96."""
     run = await bench()
     assert isinstance(await run.engine.reserve(reservation("a", len(PROMPT))), Reserved)
@@ -47,7 +47,7 @@ async def test_log_probabilities_begin_in_the_chunk_with_the_first_wanted(bench:
 
 
 @pytest.mark.parametrize("after", ["reserved", "cancelled"])
-async def test_shadow_is_refused_while_there_is_another_request(bench: Any, after: str) -> None:
+async def test_shadow_request_is_refused_while_another_request_exists(bench: Any, after: str) -> None:
     run = await bench()
     await run.reserve("a", 20, 5)
     if after == "cancelled":
@@ -62,7 +62,7 @@ async def test_shadow_is_refused_while_there_is_another_request(bench: Any, afte
 
 
 @pytest.mark.parametrize("wait", [False, True])
-async def test_request_ends_a_shadow_and_gets_its_pages(bench: Any, wait: bool) -> None:
+async def test_request_ends_a_shadow_request_and_gets_its_pages(bench: Any, wait: bool) -> None:
     """The shadow has more than half of the pages, and computes when the request comes."""
     run, ids = await bench(cache_tokens=640, append_chunk_tokens=16), PROMPT * 3
     assert isinstance(await run.engine.reserve(reservation("shadow", len(ids))), Reserved)
@@ -79,7 +79,7 @@ async def test_request_ends_a_shadow_and_gets_its_pages(bench: Any, wait: bool) 
     await run.engine.cancel("caller")
 
 
-async def test_shadow_counts_for_no_caller_and_caches_nothing(bench: Any) -> None:
+async def test_shadow_request_counts_for_no_caller_and_caches_nothing(bench: Any) -> None:
     run = await bench()
     await run.engine.reserve(reservation("a", len(PROMPT)))
     assert [use.owner for use in (await run.engine.stats()).uses] == [""]

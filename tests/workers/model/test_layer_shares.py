@@ -164,7 +164,7 @@ def test_gives_the_last_stage_fewer_layers_for_a_large_output_head() -> None:
     assert len(heavy[-1].layers) < len(heavy[0].layers)
 
 
-def test_parallel_layers_are_not_cut_within() -> None:
+def test_layers_with_parallel_attention_and_mlp_are_not_cut() -> None:
     parallel, weights = replace(shape(8, 64, 96, 211), parallel=True), cast(Any, None)
     assert all(share.layers == share.mlps for share in parallel.split(3))
     spec = StackSpec(

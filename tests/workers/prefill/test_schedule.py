@@ -73,7 +73,7 @@ tiers = st.sampled_from(ServiceTier)
     st.integers(0, 9),
     tiers,
 )
-def test_one_service_tier_alone_is_scheduled_without_tiers(
+def test_single_service_tier_is_scheduled_as_if_without_tiers(
     waiting: list[Waiting], now: float, free: int, tier: ServiceTier
 ) -> None:
     mine = [replace(w, tier=tier) for w in waiting]
@@ -96,7 +96,7 @@ def test_tier_that_lacks_pages_lets_others_only_continue() -> None:
 
 
 @given(st.lists(st.tuples(tiers, st.integers(1, 40)), min_size=1, max_size=40), st.integers(40, 60))
-def test_every_prompt_of_every_tier_ends_and_weights_hold(
+def test_every_prompt_ends_and_tiers_get_chunks_by_weight(
     prompts: list[tuple[ServiceTier, int]], pages: int
 ) -> None:
     """Prompts of so many pages of 16 tokens run in chunks of four pages at most. While all tiers wait, the

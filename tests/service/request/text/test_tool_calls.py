@@ -236,7 +236,7 @@ LONG_TYPES = {"a": {"type": "string"}, "b": {"type": "object"}, "d": {"type": ["
 
 
 @BY_MARKER
-def test_parser_reads_a_character_of_arguments_a_few_times(
+def test_parser_reads_each_character_of_arguments_few_times(
     form: ToolFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts the characters that the reader of arguments is given, when each comes alone."""
@@ -260,7 +260,7 @@ def test_parser_reads_a_character_of_arguments_a_few_times(
 
 
 @BY_PARAMETERS
-def test_text_that_may_be_null_is_streamed_once_it_is_not_null(form: ToolFormat) -> None:
+def test_nullable_text_is_streamed_once_it_cannot_be_null(form: ToolFormat) -> None:
     for value in ("nullable", None, "nul", "", "null and void"):
         text = rendered(form, "f", {"d": value})
         function = {"name": "f", "parameters": {"type": "object", "properties": LONG_TYPES}}

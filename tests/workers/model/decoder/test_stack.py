@@ -119,7 +119,7 @@ def test_cutting_stages_inside_a_layer_does_not_change_a_bit(case: Case, dtype: 
         (range(2, 2), range(1, 2)),
     ],
 )
-def test_refuses_shares_whose_mlps_do_not_match_their_layers(layers: range, mlps: range) -> None:
+def test_refuses_stages_whose_mlps_do_not_follow_their_attention(layers: range, mlps: range) -> None:
     weights: Any = None
     with pytest.raises(ModelError, match="layers range"):
         LayerStack(
