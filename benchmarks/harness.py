@@ -63,7 +63,7 @@ class Case:
     Attributes:
         check: Raises if the kernel is wrong. It runs once for all cases with the same function object.
         over: An earlier case with the same number of tokens. `ratio` is its time divided by this case's.
-        unavailable: Why the case cannot run here.
+        unavailable: The reason why the case cannot run here.
     """
 
     name: str

@@ -276,7 +276,7 @@ class Metrics:
         self._between.observe(seconds)
 
     def observe_usage(self, usage: Usage, *, in_session: bool = False) -> None:
-        """Count prompt tokens. in_session: whether a session held the cached tokens."""
+        """Count prompt tokens. in_session: true if a session held the cached tokens."""
         self._prompt.observe(usage.prompt_tokens)
         below = usage.host_tokens + usage.disk_tokens
         self._cached.labels(CachedIn.SESSION if in_session else CachedIn.ENTRIES).inc(

@@ -32,7 +32,7 @@ PLAIN = {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "n
 
 
 class Tokenizer:
-    """Calls a `tokenizers.Tokenizer` as the harness calls transformers'."""
+    """Gives a `tokenizers.Tokenizer` the interface of transformers' tokenizers, which the harness calls."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Fast

@@ -32,7 +32,7 @@ class Answer:
         cached: Prompt tokens from the prefix cache; None: the server does not say.
         expected_s: TTFT that the server predicted; 0: no prediction.
         done_s: When the answer was complete; 0: it is not.
-        error: Why it failed.
+        error: The reason why it failed; empty if it has not.
         retries: Times that the server was overloaded and the request was sent again.
     """
 

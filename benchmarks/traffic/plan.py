@@ -24,7 +24,7 @@ class Turn:
             after `tokens` tokens, inside the last block or at its end.
         answer: Tokens of the answer.
         think_s: Seconds from the end of the caller's last answer to this request.
-        part: Reports keep the parts of a load apart.
+        part: The part of the load to which this request belongs. Reports show each part separately.
     """
 
     session: int

@@ -93,7 +93,8 @@ def one_shot_add_norm_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, ROOM: tl.constexpr,
     FP8: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All-reduce the update, then compute `add_norm_kernel`: one program per row."""
+    """All-reduce the update, then add it to hidden and apply RMSNorm as `add_norm_kernel` does. One program
+    per row."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS

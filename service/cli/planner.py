@@ -66,7 +66,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class HostUse:
-    """How GPUs are assigned to prefill stages and to the decode worker's ranks. beside: ranks share the
+    """The assignment of GPUs to prefill stages and to the decode worker's ranks. beside: ranks share the
     stages' GPUs; otherwise they have separate GPUs."""
 
     quantisation: Quantisation | None
@@ -236,7 +236,7 @@ def explained(demand: Demand, found: HostPlan, host_reason: str = "") -> list[st
     """Explain each choice in a line.
 
     Args:
-        host_reason: Why the host memory has its size; empty: it was asked for.
+        host_reason: The reason for the size of the host memory; empty: the user gave it.
     """
     use, context, kept = found.use, cache_tokens(found.tokens), demand.reserve_gib
     stage, rank = (size / GIB for size in (found.stage_bytes, found.rank_bytes))

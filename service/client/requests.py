@@ -40,7 +40,7 @@ class PrefillOptions(TypedDict, total=False):
             default `text`.
         tools: Functions that the model sees, and an answer may call, in OpenAI's form. They need messages.
         tool_choice: `auto`, `required`, `none`, or the name of the one to call.
-        parallel_tool_calls: Whether an answer may have several calls.
+        parallel_tool_calls: True if an answer may have several calls.
     """
 
     method: str

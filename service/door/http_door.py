@@ -61,7 +61,7 @@ class HttpDoor:
         origins: Web origins that may call (CORS); `*` for all.
         response_store_bytes: Bytes of responses that are kept for `previous_response_id`.
         elsewhere: Finds responses that other doors keep.
-        has_page: Whether `/` serves a web page.
+        has_page: True if `/` serves a web page.
     """
 
     def __init__(

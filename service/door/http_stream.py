@@ -36,11 +36,11 @@ space would end an event."""
 
 
 class EventStream:
-    """A response of server-sent events. `started`: whether the HTTP status was sent.
+    """A response of server-sent events. `started`: true if the HTTP status was sent.
 
     Args:
-        comments: Whether comment lines report prefill progress.
-        named: Whether events are named by their object's `type`.
+        comments: True if comment lines report prefill progress.
+        named: True if events are named by their object's `type`.
         keep_alive: The keep-alive line, which clients skip.
         headers: Additional HTTP headers.
     """

@@ -17,8 +17,8 @@ class ReasoningSplitter:
     """Splits a streamed answer into reasoning and content. Text that may begin a marker is held back.
 
     Args:
-        opened: Whether the chat template has already written the opening marker.
-        trims: Whether to leave out the white space between reasoning and content.
+        opened: True if the chat template has already written the opening marker.
+        trims: True to leave out the white space between reasoning and content.
 
     Attributes:
         tokens: Tokens of the answer up to the closing marker; 0 without reasoning.

@@ -154,8 +154,7 @@ class Callers:
 
     async def request(self, caller: Caller) -> RequestUse:
         """Count a request during the `with` block, which begins before its message is received. Raises
-        Overloaded. A refused request counts only against the caller's requests a minute.
-        """
+        Overloaded. A refused request counts only against the caller's requests per minute."""
         self.rates.begin(caller)
         limit = caller.quota.requests
         if limit is not None:

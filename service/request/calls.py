@@ -42,7 +42,7 @@ class Tools:
     Args:
         functions: Each has a `name`, and perhaps a `description` and `parameters`, a JSON schema.
         choice: `auto`, `required`, or the name of the one to call.
-        parallel: Whether an answer may call several functions.
+        parallel: True if an answer may call several functions.
     """
 
     functions: tuple[Mapping[str, Any], ...]
@@ -57,10 +57,10 @@ class Prompt:
     Args:
         token_ids: Little-endian uint32.
         special_tokens: For `text`. In messages, control tokens are never parsed.
-        add_special_tokens: Whether to add the tokenizer's leading tokens, such as BOS. None: for text but not
+        add_special_tokens: True to add the tokenizer's leading tokens, such as BOS. None: for text but not
             for messages, whose template writes them.
-        reasons: Whether the answer may reason before it follows a constraint or calls a tool.
-        ending: How messages end before the answer.
+        reasons: True if the answer may reason before it follows a constraint or calls a tool.
+        ending: The end of rendered messages, before the answer.
     """
 
     text: str | None = field(default=None, repr=False)
@@ -178,7 +178,7 @@ class CompletionRequest(GenerateRequest):
         choices: Number of answers of each prompt.
         shown: Number of each prompt's answers that the client gets, the likeliest.
         more_prompts: Prompts to answer beside `prompt`, with the same options.
-        echo: Whether the prompt comes before its answer, with log-probabilities if the answer has them.
+        echo: True if the prompt comes before its answer, with log-probabilities if the answer has them.
     """
 
     echo: bool = False
@@ -198,12 +198,12 @@ class Call:
     Args:
         sampling: A Prefill has `max_tokens` 0.
         constraint: The run compiles this constraint into a grammar in `options`.
-        fit_max_tokens: Whether to reduce `max_tokens` to the positions that are left.
+        fit_max_tokens: True to reduce `max_tokens` to the positions that are left.
         options: With a `keep_ttl_s` of 0 the prompt makes no session.
-        remembers: Whether the prompt enters the prefix cache when the request ends.
+        remembers: True if the prompt enters the prefix cache when the request ends.
         retain_s: Seconds during which other cached blocks are evicted first.
         skip_cache: Prefill the whole prompt, even if the prefix cache has a part of it.
-        echo: Whether the prompt comes before its answer, which may have no token then.
+        echo: True if the prompt comes before its answer, which may have no token then.
     """
 
     request_id: str

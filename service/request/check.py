@@ -1,4 +1,4 @@
-"""Checks requests and makes calls of them. A refusal names the field as in gRPC."""
+"""Checks requests and turns each into a `Call`. A refusal names the field as in gRPC."""
 
 import math
 import time
@@ -76,7 +76,7 @@ class Limits:
 
 
 def checked_call(request: PrefillRequest, owner: str, limits: Limits) -> Call:
-    """Check a request and make it a call. Raises InvalidArgument or DeadlineExceeded."""
+    """Check a request and turn it into a `Call`. Raises InvalidArgument or DeadlineExceeded."""
     if isinstance(request, GenerateRequest):
         return _generate_call(request, owner, limits)
     _require(request.prompt is not None, "prompt", "is missing: give text, messages or token_ids")
@@ -345,5 +345,5 @@ def _retain_s(seconds: float | None) -> float:
 
 
 def is_request_id(text: str) -> bool:
-    """Say whether a text can be a request's id. An empty text can."""
+    """Return whether a client may use this text as a request id. Empty means that it gives none."""
     return len(text) <= _MAX_REQUEST_ID and text.isprintable()

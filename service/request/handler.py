@@ -140,7 +140,7 @@ class RequestHandler:
             rpc: The name in metrics and the audit log.
             request_id: The unchecked id, for the audit log.
             size: Bytes that have arrived. For further bytes, call `text.grow`.
-            counted: Whether it counts against the caller's quota of requests.
+            counted: True if it counts against the caller's quota of requests.
 
         Raises:
             Unauthenticated, Overloaded

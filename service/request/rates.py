@@ -35,7 +35,7 @@ class RateState:
 
     Attributes:
         limit: The caller's limit per minute over all doors.
-        remaining: What this door still permits.
+        remaining: Requests or tokens that this door still permits.
         reset_s: Seconds until the bucket is empty.
     """
 

@@ -84,7 +84,7 @@ class ShadowReads:
 
     Args:
         share: The share of answers to compare.
-        pause_s: How often to look for an idle worker.
+        pause_s: Seconds between two looks for an idle worker.
     """
 
     def __init__(self, door: str, fleet: Fleet, metrics: Metrics, share: float, pause_s: float) -> None:

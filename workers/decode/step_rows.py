@@ -96,7 +96,8 @@ class StepRows:
         self._batch: Batch | None = None
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """Return the batch of these rows. Writes rows from the first changed one on."""
+        """Return the batch of these rows. Only rows from the first changed one on are written to the
+        device."""
         keys = tuple(row.key for row in rows)
         if self._batch is None or keys != self._keys:
             same = 0

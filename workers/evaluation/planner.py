@@ -127,8 +127,8 @@ def another_fits(took: Mapping[str, float], running: Sequence[Trial], left_s: fl
 
 @dataclass(frozen=True)
 class Found:
-    """The setting of least density that keeps `GOAL` of dense attention's score, and the worse of its rows
-    (question in the prompt, on a session). Both are None if no setting keeps it."""
+    """The setting of least density that keeps `GOAL` of dense attention's score. `row`: the worse of its
+    results with the question in the prompt and on a session. Both are None if no setting keeps it."""
 
     setting: Setting | None
     row: ComparedRow | None

@@ -2,8 +2,9 @@
 
 An *item* is a tile of PLAN.rows rows of one query head. Items of tail rows come first. An *entry* encodes an
 item as an int64: the item's number in the lower 32 bits, with LISTED the length of its tile list in the upper
-32. A negative entry ends the program. An item's key tiles come in this order: *masked* ones (at the
-diagonal), other exact ones, packed ones (PACKED).
+32. A negative entry ends the program. An item's key tiles come in this order: *masked* ones at the diagonal,
+other tiles of exact keys, tiles of packed keys. LISTED and PACKED are compile-time flags: over the tiles of a
+mask, over packed keys.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,4 +1,5 @@
-"""Selects tiles on the GPU from scores or from `Sums`, by bisection over integers.
+"""Selects tiles on the GPU from scores or from `Sums`. Scores become integers, and bisection finds the lowest
+integer whose tiles are kept.
 
 Shape suffixes: R rows of `Sums` of one query block, W key blocks of the whole prompt, rounded up to a power
 of two. W does not depend on the chunk, so that sums are always computed in the same order.

@@ -50,7 +50,7 @@ Events = AsyncIterator[RequestEvent | None]
 
 @dataclass
 class Exchange:
-    """One request over HTTP. `arrived`: whether the body has arrived. `stream`: set for a streamed answer."""
+    """One request over HTTP. `arrived`: true if the body has arrived. `stream`: set for a streamed answer."""
 
     request: Request
     request_id: str

@@ -45,7 +45,7 @@ class AnswerSplitter:
 
         Args:
             tokens: Tokens of the answer so far, including this text.
-            last: Whether this text ends the answer.
+            last: True if this text ends the answer.
         """
         parts = [AnswerPart(content=text)]
         if self._reasoning is not None:
@@ -80,7 +80,7 @@ async def answer_splitters(
 
     Args:
         size: Bytes of the request.
-        reasoning: Whether to separate reasoning from content.
+        reasoning: True to separate reasoning from content.
         new_id: Makes the id of a tool call from its index.
     """
     opening: str | None = None  # the text with which the chat template begins the answer

@@ -29,7 +29,7 @@ class Choices:
         replies: Formats each answer. In a stream, this class sends the usage instead.
         shown: Number of likeliest answers returned for each prompt (`n`). A stream returns all answers.
         each: Number of answers generated for each prompt (`best_of`).
-        tells_usage: Whether a stream ends with the usage of all answers.
+        tells_usage: True if a stream ends with the usage of all answers.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ async def tokenize(
     """Tokenise a prompt as little-endian uint32.
 
     Args:
-        appended: Whether it follows a session, so that no BOS is added.
+        appended: True if it follows a session, so that no BOS is added.
         answer: Apply the chat template with add_generation_prompt.
 
     Raises:
@@ -128,7 +128,8 @@ def _schema_beside_tools(resources: Resources, call: Call) -> str | None:
 
 
 def generation_prompt(tokenizer: TextTokenizer, prompt: Prompt | None) -> str:
-    """Return what the chat template writes before the answer; empty unless the prompt is messages."""
+    """Return the text that the chat template writes before the answer; empty unless the prompt is
+    messages."""
     if prompt is None or prompt.messages is None or prompt.ending is not Ending.ANSWER:
         return ""
     with contextlib.suppress(TemplateError):  # tokenising refuses it
@@ -147,7 +148,7 @@ class Plan:
         answered_ids: Answer tokens that were already streamed, if there is no session.
         session_id: The session that the attempt continues.
         prefix_tokens: Tokens of the prefix hit that the attempt continues from.
-        worker_prefills: Whether a decode worker prefills `prefill_ids` after the session or prefix. Otherwise
+        worker_prefills: True if a decode worker prefills `prefill_ids` after the session or prefix. Otherwise
             a group prefills them from `prefix_tokens` on.
     """
 

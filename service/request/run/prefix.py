@@ -36,7 +36,7 @@ _MUCH_FULLER = 0.5
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """A decode worker whose prefix cache has a prompt's beginning. `group_prefills`: whether a group
+    """A decode worker whose prefix cache has a prompt's beginning. `group_prefills`: true if a group
     prefills the rest.
     """
 
@@ -47,7 +47,7 @@ class PrefixHit:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Speeds of workers. Rates are in tokens a second; 0: unknown.
+    """Speeds of workers. Rates are in tokens per second; 0: unknown.
 
     Attributes:
         extend: A decode worker's prefill rate after a prefix.
@@ -147,7 +147,8 @@ def worth_loading(prefix: Prefix, rates: Rates) -> Prefix:
 
 def hold_most(found: Mapping[str, int], workers: Sequence[DecodeStats], tokens: int) -> list[str]:
     """Sort the workers with a prefix hit by the hit's length. Leave out workers that are much fuller than
-    another worker, and, if any worker has pages for the whole request, workers without pages for the rest.
+    another. If any worker has room for the whole request, also leave out those that lack pages for the tokens
+    after their hit.
 
     Args:
         found: Worker → tokens of its hit.

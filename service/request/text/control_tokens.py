@@ -44,7 +44,7 @@ class Masking:
     Args:
         marker: The text before each control token that the template may see.
         visible: The control tokens that the template may see.
-        safe: Whether no change by the template can turn contents into a control token.
+        safe: True if no change by the template can turn contents into a control token.
     """
 
     messages: Sequence[Mapping[str, Any]]

@@ -15,8 +15,8 @@ def with_thoughts(grammar: str, prompt: str) -> str:
     """Let an answer reason before it follows a grammar.
 
     Args:
-        prompt: What the chat template writes before the answer. If this text closes the reasoning, the
-            grammar is returned unchanged.
+        prompt: The text that the chat template writes before the answer. If this text closes the reasoning,
+            the grammar is returned unchanged.
     """
     if CLOSE in prompt and not is_open(prompt):
         return grammar

@@ -145,7 +145,7 @@ class TextTokenizer:
         """Encode a conversation. Raises TemplateError, also if the template leaves out a message.
 
         Args:
-            add_bos: Whether to add BOS before the template's output.
+            add_bos: True to add BOS before the template's output.
         """
         return self._chat([], messages, add_generation_prompt, add_bos)
 

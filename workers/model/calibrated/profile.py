@@ -78,7 +78,8 @@ class Level(_Section):
 
 
 class MethodLevels(_Section):
-    """The levels of one attention method with the given `shaping_options`."""
+    """The levels of one attention method, with the values of its options that change tile scores
+    (`shaping_options`)."""
 
     method: str
     options: dict[str, Any]
