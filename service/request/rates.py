@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Unit = Literal["requests", "tokens"]
 _MINUTE_S = 60.0
 _ROUNDING = 1e-3
-"""The part of a unit that may be missing, so that a client that waits as long as it was told is permitted."""
+"""A request may lack this part of a unit, so that a client that waits as long as it was told is permitted."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RateLimited(Overloaded):
 
 @dataclass
 class _Use:
-    """The units that a caller has used and that are not forgotten, at the time `at`."""
+    """The units in a caller's bucket at the time `at`."""
 
     units: float = 0.0
     at: float = 0.0
@@ -107,8 +107,8 @@ class RateLimits:
         return round(excess / self._per_s(limit), 3) if excess > _ROUNDING else 0.0
 
     def _most(self, limit: int) -> float:
-        """Return the most that a caller may use at once at this door: at least 1, be the limit below the
-        number of doors."""
+        """Return the most that a caller may use at once at this door: at least 1, even if the limit is below
+        the number of doors."""
         return max(1.0, limit / self._doors)
 
     def _per_s(self, limit: int) -> float:

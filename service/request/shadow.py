@@ -136,8 +136,8 @@ class ShadowReads:
         return ShadowOutcome.COMPARED
 
     async def _read(self, prompt: bytes, answer: Sequence[int]) -> list[events.Token] | None:
-        """Wait for an idle worker, and have it read the answer. Returns None if another request came first.
-        Raises WorkerError."""
+        """Wait for an idle worker, and have it prefill the prompt and answer. Returns None if another request
+        came first. Raises WorkerError."""
         ids, first = prompt + pack_ids(answer), len(prompt) // requests.ID_BYTES
         while True:
             await asyncio.sleep(self._pause_s)

@@ -43,7 +43,7 @@ def test_every_policy_has_the_same_hit_rate_if_all_sessions_fit() -> None:
     assert least == mine == known
 
 
-def test_time_since_last_and_until_next_use_equal_the_trace() -> None:
+def test_times_of_last_and_next_use_equal_those_in_the_trace() -> None:
     trace = sessions(random.Random(1), 2, 0.3, PAGE)
     uses, turn = Uses(trace), trace[5]
     name = turn.conversation

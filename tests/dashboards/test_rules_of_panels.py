@@ -138,7 +138,7 @@ def counted() -> Iterator[tuple[Panel, Query]]:
                 yield panel, query
 
 
-def test_idle_service_is_drawn_as_zero(tmp_path: Path) -> None:
+def test_panels_draw_an_idle_service_as_zero(tmp_path: Path) -> None:
     """Evaluates the queries on what a service exports that has no worker and no request yet."""
     made = Metrics(tmp_path / "metrics", "m")
     idle = [

@@ -100,7 +100,7 @@ def test_session_request_resumes_after_a_lost_door(house: House, client: Deltafr
     nothing_left(house)
 
 
-def test_usage_counts_a_session_whose_answer_was_complete(house: House, client: DeltafrontClient) -> None:
+def test_usage_of_a_resumed_answer_counts_its_sessions_tokens(house: House, client: DeltafrontClient) -> None:
     """Usage counts the session's tokens until the session ends."""
     *_, made = client.prefill(PROMPT)
     assert isinstance(made, PrefillFinished)

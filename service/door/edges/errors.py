@@ -33,7 +33,7 @@ TOO_LARGE = 413
 RATE_HEADERS = tuple(
     f"x-ratelimit-{name}-{unit}" for unit in get_args(Unit) for name in ("limit", "remaining", "reset")
 )
-"""OpenAI's headers of a caller's limits a minute."""
+"""OpenAI's headers of a caller's limits per minute."""
 _SOURCE = re.compile(r"^(prompt|append)(\.(text|messages|token_ids))?")
 
 Renaming = tuple[re.Pattern[str], str]

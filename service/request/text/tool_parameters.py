@@ -18,7 +18,7 @@ from deltafront.workers.model.grammars import GrammarError
 Schema = Mapping[str, Any]
 
 _NAME = re.compile(r"[^<>\r\n]{1,128}")
-"""Names of parameters that a reader tells from the marks around them."""
+"""Names of parameters that cannot be confused with the marks around them."""
 _IN_STRING = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 """The rest of a JSON string, without its closing quote."""
 

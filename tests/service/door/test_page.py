@@ -38,7 +38,7 @@ def page(browser: Page, address: str) -> Page:
     return browser
 
 
-def test_page_is_served_without_a_token(make_house: Callable[..., House], make_http: Callable[..., str],
+def test_web_page_is_served_without_a_token(make_house: Callable[..., House], make_http: Callable[..., str],
                                         tmp_path: Path) -> None:  # fmt: skip
     (tmp_path / "tokens").write_text("alpha\n")
     address = make_http(make_house(model_name="a-secret-model", tokens_file=str(tmp_path / "tokens")))
@@ -49,7 +49,7 @@ def test_page_is_served_without_a_token(make_house: Callable[..., House], make_h
     assert httpx.head(address).status_code == 200
 
 
-def test_page_can_be_turned_off(house: House, make_http: Callable[..., str]) -> None:
+def test_web_page_can_be_turned_off(house: House, make_http: Callable[..., str]) -> None:
     answer = httpx.get(make_http(house, has_page=False))
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "unknown_url"
@@ -62,14 +62,14 @@ def counted(house: House) -> float:
     )
 
 
-def test_page_is_no_request_in_metrics(house: House, address: str) -> None:
+def test_web_page_is_not_counted_as_a_request(house: House, address: str) -> None:
     httpx.get(address)
     assert counted(house) == 0
     httpx.post(f"{address}/v1/chat/completions", json={})
     assert counted(house) == 1
 
 
-def test_pages_policy_permits_its_own_script_alone(address: str) -> None:
+def test_web_pages_security_policy_permits_only_its_own_script(address: str) -> None:
     answer = httpx.get(address)
     policy = dict(rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; "))
     for element in ("script", "style"):
@@ -80,14 +80,14 @@ def test_pages_policy_permits_its_own_script_alone(address: str) -> None:
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_page_names_no_other_origin(address: str) -> None:
+def test_web_page_loads_nothing_from_other_origins(address: str) -> None:
     text = httpx.get(address).text
     assert not re.findall(r"https?:|//\w+\.|@import|url\(", text)
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
 
 
 @in_browser
-def test_page_reads_a_document_and_shows_progress(
+def test_web_page_prefills_a_document_and_shows_progress(
     page: Page, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_stream, "_LINE_S", 0.0)
@@ -134,7 +134,7 @@ def test_page_shows_an_answers_html_as_text(page: Page, house: House, address: s
 
 
 @in_browser
-def test_page_stops_an_answer(page: Page, house: House) -> None:
+def test_web_page_can_stop_an_answer(page: Page, house: House) -> None:
     house.decode.pause_at = 3
     page.fill("#question", "Who speaks?")
     page.click("#ask")
@@ -146,7 +146,7 @@ def test_page_stops_an_answer(page: Page, house: House) -> None:
 
 
 @in_browser
-def test_page_shows_errors_in_the_servers_words(page: Page) -> None:
+def test_web_page_shows_the_servers_error_messages(page: Page) -> None:
     page.fill("#question", "x" * 9000)
     page.click("#ask")
     page.wait_for(".error", "This model's maximum context length is 8192 tokens")

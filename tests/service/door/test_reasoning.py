@@ -65,7 +65,7 @@ def test_text_that_begins_no_marker_is_not_held_back() -> None:
     ("prompt", "opened"),
     [("", False), ("<a>", False), ("<a><think>\n", True), ("<a><think>\n\n</think>\n\n", False)],
 )
-def test_a_template_may_open_the_reasoning(prompt: str, opened: bool) -> None:
+def test_chat_template_may_write_the_opening_think_marker(prompt: str, opened: bool) -> None:
     assert is_open(prompt) == opened
 
 
@@ -131,7 +131,7 @@ def test_stop_strings_and_max_tokens_apply_to_reasoning(house: House, api: opena
     assert complete(api, max_tokens=8).choices[0].text == "<think>a"
 
 
-def test_a_stream_counts_reasoning_as_it_goes(house: House, api: openai.OpenAI) -> None:
+def test_stream_counts_reasoning_tokens_so_far(house: House, api: openai.OpenAI) -> None:
     house.decode.script = [*b"<think>ab</think>cd", EOS]
     options = {"include_usage": True, "continuous_usage_stats": True}
     usages = [chunk.usage for chunk in chat(api, max_tokens=99, stream=True, stream_options=options)]
@@ -151,7 +151,7 @@ def test_start_refuses_a_marker_that_decodes_to_no_text(
         make_house(settings(model, reasoning="think"))
 
 
-def test_reasoning_is_content_unless_configured(
+def test_reasoning_is_returned_as_content_unless_configured(
     make_house: Callable[..., House], make_http: Callable[..., str], connect: Open
 ) -> None:
     house = make_house(model_name=MODEL)

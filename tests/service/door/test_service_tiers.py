@@ -44,7 +44,9 @@ def test_openai_fields_choose_the_tier(
     assert house.group.jobs[-1].service_tier is tier
 
 
-def test_token_asks_for_its_best_tier_or_less(house: House, address: str, connect: Open) -> None:
+def test_request_for_a_tier_above_its_tokens_best_is_refused(
+    house: House, address: str, connect: Open
+) -> None:
     with pytest.raises(openai.BadRequestError, match="service_tier: priority is better than this token may"):
         chat(connect(address, "beta"), service_tier="priority")
     with pytest.raises(openai.BadRequestError, match="default is better than this token may ask for"):
@@ -58,7 +60,9 @@ def test_token_asks_for_its_best_tier_or_less(house: House, address: str, connec
     assert house.group.jobs[-1].service_tier is ServiceTier.FLEX, "its best"
 
 
-def test_other_protocols_choose_the_tier(house: House, address: str, connect: Open) -> None:
+def test_responses_messages_and_grpc_requests_choose_the_tier(
+    house: House, address: str, connect: Open
+) -> None:
     connect(address, "alpha").responses.create(model=MODEL, input="hi", service_tier="flex")
     assert house.group.jobs[-1].service_tier is ServiceTier.FLEX
     body = {"model": MODEL, "max_tokens": 2, "messages": HI, "service_tier": "standard_only"}

@@ -108,7 +108,7 @@ def test_adds_tokens_from_files_beside_tokenizer_json(tmp_path: Path, file: str)
     assert ours.decode(found) == wanted.decode(found, skip_special_tokens=True) == "user\nhi\nassistant\n"
 
 
-def test_refuses_an_added_token_with_another_id(tmp_path: Path) -> None:
+def test_refuses_an_added_token_whose_id_differs_from_tokenizer_json(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, ["<|endoftext|>"])
     write_json(tmp_path / "added_tokens.json", {"<|im_end|>": 300})
     with pytest.raises(ModelError, match=r"would number '<\|im_end\|>' as 257, the files beside it say 300"):
