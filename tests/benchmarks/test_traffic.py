@@ -92,7 +92,7 @@ def test_agents_hold_sessions_in_turn_without_end() -> None:
     assert [(t.session, t.tokens) for t in islice(second.turns, 3)] == [(1, 128), (1, 128), (3, 64)]
 
 
-def test_arriving_sessions_keep_their_turns_and_own_tokens() -> None:
+def test_poisson_sessions_keep_their_turns_and_their_own_tokens() -> None:
     callers = plan.arriving([[prompt(0, 64, 2), prompt(0, 128, 2)]], 10.0, 5.0, seed=3)
     assert [caller.start_s for caller in callers] == plan.poisson(10.0, 5.0, seed=3)
     numbers = [[(turn.session, turn.tokens) for turn in caller.turns] for caller in callers]
@@ -242,7 +242,7 @@ def test_new_row_replaces_the_one_of_its_server_and_load() -> None:
     assert [(row["server"], row["n"]) for row in rows] == [("deltafront", 2), ("vllm", 3)]
 
 
-def test_body_is_json_with_the_planned_tokens() -> None:
+def test_request_body_is_json_with_the_planned_tokens() -> None:
     turn = prompt(1, 100, 7)
     body = json.loads(Bodies("m", 1000, 5, {"method": "dpxa"}).body(turn))
     assert body["prompt"] == ids(turn, seed=5)

@@ -127,7 +127,7 @@ def test_labels_that_begin_with_a_number_sort_by_number(dashboard: Dashboard) ->
 
 
 @every
-def test_heat_maps_have_buckets_that_fit(dashboard: Dashboard, tmp_path: Path) -> None:
+def test_heat_map_bucket_bounds_fit_their_metric_and_panel(dashboard: Dashboard, tmp_path: Path) -> None:
     """The bounds begin with the least possible value, each is at most 2.5 times the previous one, and the
     panel has room for all. The axis has the unit of the bounds, the cells that of the counts."""
     bounds = bounds_of(Metrics(tmp_path))

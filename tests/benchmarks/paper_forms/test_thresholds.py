@@ -187,7 +187,7 @@ def test_refuses_documents_without_questions(stack: LayerStack) -> None:
 
 
 @pytest.mark.parametrize("command", [coverage, minimum_threshold])
-def test_calibration_scripts_write_a_level_for_each_request(
+def test_calibration_scripts_write_one_level_per_requested_target(
     command: Any, stack: LayerStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -110,7 +110,7 @@ class AwayHead(FakeHead):
         return self._left.pop(0) if len(self._left) > 1 else self._left[0]
 
 
-def test_drain_waits_while_the_head_moves_too() -> None:
+def test_drain_waits_while_the_ray_head_moves_too() -> None:
     head, said = AwayHead(2), list[str]()
     assert drain_node(head, {"a"}, 540, said.append, lambda: head.now, head.sleep) == []
     assert head.asked == [("a", 540 - head.now + 1)], "what is left of the time that the pod has"
@@ -133,7 +133,7 @@ class MovedHead(FakeHead):
         return [WORKER] if self.now < 300 else []
 
 
-def test_a_head_may_move_late_in_a_long_drain() -> None:
+def test_new_ray_head_is_asked_to_drain_the_node_again() -> None:
     head, said = MovedHead(), list[str]()
     assert drain_node(head, {"a"}, 540, said.append, lambda: head.now, head.sleep) == []
     assert [node for node, _left_s in head.asked] == ["a", "a"], "a new head is asked again"

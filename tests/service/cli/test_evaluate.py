@@ -217,6 +217,8 @@ def test_refuses_a_profile_whose_measurement_cannot_be_served(
         (("--profile", "/nowhere/profile.json"), "there is no directory /nowhere"),
     ],
 )
-def test_says_what_is_wrong_with_the_command(model: Path, arguments: tuple[Any, ...], says: str) -> None:
+def test_evaluate_says_what_is_wrong_with_its_arguments(
+    model: Path, arguments: tuple[Any, ...], says: str
+) -> None:
     done = run(model, *arguments)
     assert done.exit_code == 1 and says in " ".join(done.output.split())

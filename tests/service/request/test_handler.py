@@ -39,7 +39,7 @@ async def _events(
     return events
 
 
-def test_handler_yields_plain_events(house: House) -> None:
+def test_handler_yields_dataclasses_without_protobuf(house: House) -> None:
     *events, finish = house.loop.run(_events(house, lambda: ASKED))
     assert isinstance(finish, GenerateFinished)
     assert "".join(e.text for e in events if isinstance(e, Token)) == expected(ids("hello"), 4)
