@@ -24,8 +24,8 @@ from deltafront.kernels.selectors.rules.cpu import compact
 
 
 class AllPacked:
-    """Computes XAttention's tiles with each key and value replaced by its run's anchor or mean. The result
-    equals packed attention with runs that end at the query."""
+    """Computes XAttention's tiles with each key and value replaced by the first (anchor) or the mean of its
+    run of similar keys. The result equals packed attention with runs that end at the query."""
 
     def __init__(self, options: AllPackedOptions) -> None:
         self._options = options

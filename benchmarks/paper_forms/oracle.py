@@ -52,8 +52,8 @@ def phased_attention(
 def all_packed(
     x: AttentionInput, starts: list[list[int]], kept_HNM: torch.Tensor, *, means: bool
 ) -> torch.Tensor:
-    """Compute attention over kept tiles row by row, with each key and value replaced by its run's anchor or
-    mean. Return fp32.
+    """Compute attention over kept tiles row by row, with each key and value replaced by the first (anchor) or
+    the mean of its run of similar keys. Return fp32.
 
     starts: Positions of each key head's anchors. Runs do not cross tiles.
     """

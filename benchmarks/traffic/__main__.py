@@ -201,7 +201,7 @@ def _lines(row: Row, indent: str = "") -> Iterator[str]:
 
 
 async def described(client: httpx.AsyncClient, given: argparse.Namespace) -> Row:
-    """Describe the server (it says its version and model), the machine and the load."""
+    """Describe the server (the version and model that it reports), the machine and the load."""
     version = (await client.get("/version")).raise_for_status().json()["version"]
     models: Iterable[dict[str, Any]] = (await client.get("/v1/models")).raise_for_status().json()["data"]
     model = given.model or next(iter(models))["id"]

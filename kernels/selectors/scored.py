@@ -111,7 +111,8 @@ class SlabSelector(ScoredSelector):
 
     @abstractmethod
     def slab_sums(self, x: AttentionInput, state: Any, phase: Phase) -> tuple[int, SlabSums]:
-        """Return R of `Sums`, and a function that computes a slab's `Sums` on the GPU."""
+        """Return the number of rows of `Sums` for one query block (R), and a function that computes the
+        `Sums` of a slab on the GPU."""
 
     def kernel_select(self, x: AttentionInput, state: ScoredState, phase: Phase) -> TileMask:
         parts, slab_sums = self.slab_sums(x, state, phase)

@@ -41,8 +41,7 @@ class StartError(RuntimeError):
 
 def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -> None:
     """Wait until Serve's application runs, however long its model loads. Raises StartError when it can no
-    longer start. status: `serve.status`.
-    """
+    longer start. status: The function `serve.status`."""
     while (application := status().applications.get(name)) is None or application.status != "RUNNING":
         if reason := _deployment_failure(application):
             raise StartError(reason)

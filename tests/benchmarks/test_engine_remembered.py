@@ -64,7 +64,7 @@ def test_refuses_a_cached_row_without_a_prefix_cache_hit() -> None:
         cached.question_again(client, made, 1024, 3, {}, 1)
 
 
-def test_refuses_a_host_row_without_tokens_from_host_memory() -> None:
+def test_refuses_host_memory_times_without_hits_in_host_memory() -> None:
     client: Any = Remembering()
     results = [measure.first_token(client, made(1024, 1), "dpxa", {}) for _ in range(2)]
     with pytest.raises(RuntimeError, match=r"ttft_cached_host: only \[0, 0\] tokens"):

@@ -135,7 +135,8 @@ def packed_before(row, item, work):
 
 @gluon.jit
 def extent_of(item, work, PLAN: gl.constexpr):
-    """Return an item's key tiles. A PACKED item may span two blocks of 128 rows and has the tiles of both."""
+    """Return an item's key tiles. With packed keys, an item may span two blocks of 128 rows; it then has the
+    key tiles of both."""
     step = gl.where(item.tail, 1, work.step)
     first = gl.where(item.tail, work.tail_row0, work.row0) + step * item.tile * PLAN.rows
     end = gl.minimum(first + step * (PLAN.rows - 1), work.keys - 1) // TILE + 1

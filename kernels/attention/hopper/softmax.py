@@ -34,7 +34,8 @@ class Seen(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Tiles before masked_end and from unmasked_end on need a mask. tiles: number of tiles."""
+    """The tiles of an item that need a mask: those before masked_end, and those from unmasked_end on. tiles:
+    number of all tiles."""
 
     masked_end: gl.tensor
     unmasked_end: gl.tensor
@@ -91,7 +92,8 @@ def zero_l_i(PLAN: gl.constexpr):
 
 @gluon.jit
 def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """Round p (64, 128) to 16 bits, as the operand of p · v or (in_pairs) as (64, 64) pairs of columns."""
+    """Round the softmax weights p (64, 128) to 16 bits, in the register layout for p · v. With PLAN.in_pairs,
+    return (64, 64) int32 instead, each with the weights of two adjacent columns."""
     if PLAN.in_pairs:
         even, odd = gl.split(gl.reshape(p, [GROUP_ROWS, TILE // 2, 2]))
         code: gl.constexpr = _ROUND_BF16 if dtype == gl.bfloat16 else _ROUND_FP16
@@ -103,7 +105,7 @@ def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def operand(p, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """Convert `rounded` p to the operand of p · v."""
+    """Convert the result of `rounded` to the operand of p · v: with PLAN.in_pairs, unpack the pairs."""
     if PLAN.in_pairs:
         halves: gl.constexpr = (gl.int16, gl.int16)
         even, odd = gl.inline_asm_elementwise(_TAKE_APART, "=h,=h,r", [p], halves, True, 1)
@@ -154,7 +156,8 @@ def tile_columns():
 
 @gluon.jit
 def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
-    """Set the scores of tile i, a tile of exact keys, to UNSEEN where a key is masked for the row."""
+    """Mask scores of tile i, a tile of exact keys: set them to UNSEEN where a row may not attend to the
+    key."""
     if PLAN.packed:
         key = exact_key(i, seen.extent) - seen.exact_from + column
         count = seen.position + 1 - seen.exact_from
@@ -167,5 +170,6 @@ def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
 
 @gluon.jit
 def mask_packed(s, column, i, seen):
-    """Set the scores of tile i, a tile of packed keys, to UNSEEN for packed keys that the rows do not see."""
+    """Mask scores of tile i, a tile of packed keys (each a merged run of similar keys): set them to UNSEEN
+    where the rows may not attend to the key."""
     return gl.where(((i - seen.extent.exact) * TILE + column < seen.packed)[None, :], s, UNSEEN)

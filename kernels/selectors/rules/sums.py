@@ -37,8 +37,8 @@ def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torc
 
 
 def slabs(x: AttentionInput, parts: int) -> Iterator[tuple[int, int]]:
-    """Split the chunk's query blocks into slabs whose `Sums` fit PART_BYTES, with R = `parts`. Yield each
-    slab's first block and number of blocks."""
+    """Split the chunk's query blocks into slabs whose `Sums` fit PART_BYTES, with `parts` rows (R) per query
+    block. Yield each slab's first block and number of blocks."""
     batch, heads = x.q_BHTD.shape[:2]
     row_bytes = batch * heads * parts * (x.key_blocks + 16) * 2
     size = max(8, PART_BYTES // row_bytes // 8 * 8)

@@ -23,7 +23,7 @@ class BlockReader:
     """Makes messages of a chat template from Anthropic's.
 
     Attributes:
-        retain_s: How long `cache_control` asks to cache the prompt; None without it.
+        retain_s: Seconds for which `cache_control` asks to cache the prompt; None without it.
     """
 
     def __init__(self) -> None:
