@@ -13,7 +13,7 @@ class Public:
 
     Args:
         billions: Published size in billions of parameters, of a multimodal model only the language model.
-            None: the service refuses the model.
+            None: the service refuses the model. An int: only whole billions are published.
         reason: The reason that the refusal gives.
     """
 
@@ -435,6 +435,87 @@ SERVED = (
         "allenai/OLMoE-1B-7B-0924-Instruct",
         _config("Olmoe", 16, 2048, 1024, 16, 16, 50304, 4096),
         6.92,
+    ),
+    Public(
+        "tencent/Hunyuan-A13B-Instruct",
+        _config(
+            *("HunYuanMoEV1", 32, 4096, 3072, 32, 8, 128167, 32768),
+            head_dim=128,
+            num_experts=64,
+            moe_topk=[8] * 32,
+            moe_intermediate_size=[3072] * 32,
+            use_qk_norm=True,
+            rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0},
+            **_TIED,
+        ),
+        80.0,
+    ),
+    Public(
+        "tencent/Hy3-preview",
+        _config(
+            *("HYV3", 80, 4096, 13312, 64, 8, 120832, 262144),
+            num_experts=192,
+            router_scaling_factor=2.826,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=1,
+        ),
+        295.0,
+    ),
+    Public(
+        "rednote-hilab/dots.llm1.inst",
+        _config(
+            *("Dots1", 62, 4096, 10944, 32, 32, 152064, 32768),
+            moe_intermediate_size=1408,
+            n_routed_experts=128,
+            n_shared_experts=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            first_k_dense_replace=1,
+            scoring_func="noaux_tc",
+            rope_theta=1e7,
+            **_FULL,
+        ),
+        142.0,
+    ),
+    Public(
+        "upstage/Solar-Open-100B",
+        _config(
+            *("SolarOpen", 48, 4096, 10240, 64, 8, 196608, 131072),
+            head_dim=128,
+            rope_theta=1e6,
+            rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
+        ),
+        102.6,
+    ),
+    Public(
+        "LGAI-EXAONE/K-EXAONE-236B-A23B",
+        _config(
+            *("ExaoneMoe", 48, 6144, 18432, 64, 8, 153600, 262144),
+            head_dim=128,
+            num_experts=128,
+            moe_intermediate_size=2048,
+            sliding_window=128,
+            layer_types=[*["sliding_attention"] * 3, "full_attention"] * 12,
+        ),
+        236.0,
+    ),
+    Public(
+        "JetBrains/Mellum2-12B-A2.5B-Base",
+        _config(
+            *("Mellum", 28, 2304, 7168, 32, 4, 98304, 131072),
+            layer_types=[*["sliding_attention"] * 3, "full_attention"] * 7,
+        ),
+        12,
+    ),
+    Public(
+        "facebook/cwm",
+        _config(
+            *("Cwm", 64, 6144, 21504, 48, 8, 128256, 131072),
+            sliding_window=8192,
+            layer_types=["full_attention", *["sliding_attention"] * 3] * 16,
+            **_llama3(16.0, 1e6),
+        ),
+        32,
     ),
 )
 

@@ -25,18 +25,16 @@ def read_public(model: Public) -> ModelConfig:
 
 
 def families() -> str:
-    """Make the table of families, one line each, with the family's public models."""
-    sizes: dict[str, list[str]] = {}
-    for model in SERVED:
-        sizes.setdefault(read_public(model).architecture, []).append(f"{model.billions:g}B")
-    rows = [_family(family, sizes.get(family.architecture, [])) for family in FAMILIES.values()]
-    return markdown(("family", "architecture", "sizes", "GGUF", "note"), rows)
+    """Make the table of families, one line each."""
+    return markdown(
+        ("family", "architecture", "GGUF", "note"), [_family(family) for family in FAMILIES.values()]
+    )
 
 
-def _family(family: Family, sizes: list[str]) -> list[str]:
+def _family(family: Family) -> list[str]:
     names = ", ".join(f"`{name}`" for name in (family.architecture, *family.wrappers))
     gguf = "" if family.gguf is None else f"`{family.gguf.architecture}`"
-    return [family.name, names, ", ".join(sizes), gguf, family.note]
+    return [family.name, names, gguf, family.note]
 
 
 def public_models() -> str:
@@ -44,18 +42,14 @@ def public_models() -> str:
     for model in SERVED:
         config = read_public(model)
         size = f"{config.weights(range(config.layers)) / 1e9:.3g} ({model.billions:g})"
-        rows.append([f"`{model.name}`", size, _served(config)])
+        rows.append([f"`{model.name}`", size, _limits(config)])
     rows += [[f"`{model.name}`", None, f"refused: {_refusal(model)}"] for model in REFUSED]
-    return markdown(("model", "10⁹ numbers (as published)", "here"), rows)
+    return markdown(("model", "10⁹ numbers (as published)", "limits"), rows)
 
 
-def _served(config: ModelConfig) -> str:
+def _limits(config: ModelConfig) -> str:
     on_gpus = {*PREFILL_HEAD_DIMS} & {*DECODE_HEAD_DIMS}
-    return (
-        "served"
-        if config.head_dim in on_gpus
-        else f"served on CPUs: its heads have {config.head_dim} channels"
-    )
+    return "" if config.head_dim in on_gpus else f"CPUs only: its heads have {config.head_dim} channels"
 
 
 def _refusal(model: Public) -> str:

@@ -5,23 +5,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from deltafront.workers.model.families.ernie import ERNIE4_5, ERNIE4_5_MOE
-from deltafront.workers.model.families.exaone import EXAONE, EXAONE4
+from deltafront.workers.model.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from deltafront.workers.model.families.family import Family, GgufNames
 from deltafront.workers.model.families.gemma3 import GEMMA3
-from deltafront.workers.model.families.glm import GLM, GLM4, GLM4_MOE
+from deltafront.workers.model.families.glm import DOTS1, GLM, GLM4, GLM4_MOE, SOLAR_OPEN
 from deltafront.workers.model.families.granite import GRANITE, GRANITE4
+from deltafront.workers.model.families.hunyuan import HUNYUAN, HUNYUAN_MOE, HY3
 from deltafront.workers.model.families.layer_norms import COHERE, COHERE2, STARCODER2
-from deltafront.workers.model.families.llama import APERTUS, ARCEE, HUNYUAN, LLAMA, PHI3, SEED_OSS, SMOLLM3
-from deltafront.workers.model.families.mistral import MINISTRAL3, MISTRAL
-from deltafront.workers.model.families.mixtral import MINIMAX_M2, MIXTRAL
+from deltafront.workers.model.families.llama import APERTUS, ARCEE, CWM, LLAMA, PHI3, SEED_OSS, SMOLLM3
+from deltafront.workers.model.families.mistral import MINIMAX_M2, MINISTRAL3, MISTRAL, MIXTRAL
 from deltafront.workers.model.families.olmo2 import OLMO2, OLMO3, OLMOE
-from deltafront.workers.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from deltafront.workers.model.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
 _OURS = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
     *(GRANITE4, GLM, GLM4, GLM4_MOE, EXAONE, EXAONE4, ARCEE, GEMMA3, OLMO3),
     *(MIXTRAL, QWEN2_MOE, MINIMAX_M2, ERNIE4_5, ERNIE4_5_MOE, OLMOE),
     *(STARCODER2, COHERE, COHERE2, APERTUS, HUNYUAN),
+    *(HUNYUAN_MOE, HY3, DOTS1, SOLAR_OPEN, EXAONE_MOE, MELLUM, CWM),
 )
 
 FAMILIES: dict[str, Family] = {}

@@ -18,7 +18,9 @@ from deltafront.workers.model.families.family import Family
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 """The bias of a router's choice, in a layer."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_SCORES = "softmax", "sigmoid", "biased_softmax"
+_SIGMOID = "sigmoid", "noaux_tc"
+"""Names of sigmoid scores. DeepSeek calls the choice of experts noaux_tc, and dots.llm1 the scores, too."""
+_SCORES = "softmax", *_SIGMOID, "biased_softmax"
 _GATED = "shared_expert_intermediate_size"
 
 
@@ -71,7 +73,7 @@ def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
     if not raw.get("num_experts"):
         return None
     experts = few(raw, "num_experts", positive_int(raw, "num_experts"))
-    chosen = positive_int(raw, "num_experts_per_tok")
+    chosen = positive_int(_uniform(raw, "num_experts_per_tok"), "num_experts_per_tok")
     groups, chosen_groups = positive_int(raw, "n_group", 1), positive_int(raw, "topk_group", 1)
     if experts % groups or (groups > 1 and experts < 2 * groups) or chosen_groups > groups:
         raise ModelError(
@@ -91,7 +93,7 @@ def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
         experts=experts,
         per_token=chosen,
         normed=bool(raw["norm_topk_prob"]),
-        sigmoid=scores == "sigmoid",
+        sigmoid=scores in _SIGMOID,
         biased_softmax=scores == "biased_softmax",
         groups=groups,
         chosen_groups=chosen_groups,
@@ -103,9 +105,23 @@ def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
     )
 
 
+def _uniform(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the key's value. A list with a value for each layer must have equal values (Hunyuan)."""
+    value = raw.get(key)
+    if isinstance(value, list) and value:
+        if any(other != value[0] for other in value):
+            raise ModelError(f"config.json: {key} = {value!r} differs between layers, which is not supported")
+        value = value[0]
+    return {key: value}
+
+
 def _dense_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Return the layers without experts: the first (DeepSeek, GLM), the last (ERNIE), or listed or periodic
     ones (Qwen)."""
+    if (kinds := raw.get("mlp_layer_types")) is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
+            raise ModelError(f"config.json: mlp_layer_types = {kinds!r} must be {layers} of dense and sparse")
+        return tuple(n for n, kind in enumerate(kinds) if kind == "dense")
     first, every = natural(raw, "first_k_dense_replace"), positive_int(raw, "decoder_sparse_step", 1)
     listed = raw.get("mlp_only_layers") or ()
     if not isinstance(listed, list | tuple) or not all(type(layer) is int for layer in listed):

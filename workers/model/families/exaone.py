@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from deltafront.workers.model.families.family import Family, GgufNames
 
 EXAONE = Family(
@@ -42,4 +44,33 @@ EXAONE4 = Family(
     ),
     rotates_windows_alone=True,
     note="In the 32B model three of four layers have windows, and the others are not rotated.",
+)
+EXAONE_MOE = replace(
+    EXAONE4,
+    name="K-EXAONE, mixtures of experts",
+    architecture="ExaoneMoeForCausalLM",
+    model_type="exaone_moe",
+    implied={
+        **EXAONE4.implied,
+        "max_position_embeddings": 2048,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1024,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": None,
+    },
+    only={"scoring_func": ("sigmoid",)},
+    fixed={"qk_norm": True},
+    keys={"num_shared_experts": "n_shared_experts"},
+    tensors={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
+    unread=("mtp.",),
+    gguf=None,
+    note="Three of four layers have windows, and the others are not rotated. What predicts further tokens is "
+    "not read.",
 )

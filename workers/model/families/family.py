@@ -13,6 +13,7 @@ OPTIONAL: Mapping[str, Any] = {
     "logit_scale": 1.0,
     "no_rope_layers": None,
     "num_experts": None,
+    "mlp_layer_types": None,
     "n_shared_experts": None,
     "use_qk_norm": False,
     "query_pre_attn_scalar": None,

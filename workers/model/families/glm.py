@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from deltafront.workers.model.families.family import Family, GgufNames
 
 _IMPLIED = {"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07}
@@ -66,4 +68,55 @@ GLM4_MOE = Family(
         },
     ),
     note="The first layers have no experts. Layers that predict further tokens are not read.",
+)
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    name="Solar Open, mixtures of experts",
+    architecture="SolarOpenForCausalLM",
+    model_type="solar_open",
+    rope_theta=1_000_000.0,
+    implied={
+        **GLM4_MOE.implied,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "partial_rotary_factor": 1.0,
+        "moe_intermediate_size": 1280,
+        "first_k_dense_replace": 0,
+    },
+    only={"use_qk_norm": (False,), "first_k_dense_replace": (0,)},
+    gguf=None,
+    note="",
+)
+DOTS1 = replace(
+    GLM4_MOE,
+    name="dots.llm1, mixtures of experts",
+    architecture="Dots1ForCausalLM",
+    model_type="dots1",
+    implied={
+        "attention_bias": False,
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+        "layer_types": None,
+        "num_experts": 128,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": 0,
+    },
+    fixed={"qk_norm": True},
+    gguf=GgufNames(
+        architecture="dots1",
+        keys={
+            "expert_shared_count": "n_shared_experts",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+        },
+    ),
+    note="The first layer has no experts.",
 )

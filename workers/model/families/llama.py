@@ -68,20 +68,19 @@ APERTUS = Family(
     tensors={"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"},
     note="Its MLPs have no gate, but xIELU, whose curvatures are trained.",
 )
-HUNYUAN = Family(
-    name="Hunyuan, dense",
-    architecture="HunYuanDenseV1ForCausalLM",
-    model_type="hunyuan_v1_dense",
+CWM = Family(
+    name="CWM",
+    architecture="CwmForCausalLM",
+    model_type="cwm",
+    rope_theta=1_000_000.0,
     implied={
-        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": 128,
         "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048,
-        "use_qk_norm": True,
-        "alpha": None,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 8192,
+        "layer_types": None,
     },
-    only={"use_qk_norm": (True,)},
-    fixed={"qk_norm": True, "qk_norm_after_rope": True},
-    tensors={"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"},
-    gguf=GgufNames(architecture="hunyuan-dense"),
-    note="Its heads are normed after the rotation.",
+    needs=("layer_types",),
+    note="Three of four layers have windows.",
 )

@@ -65,3 +65,26 @@ QWEN2_MOE = Family(
     ),
     note="A shared expert has a gate.",
 )
+MELLUM = Family(
+    name="Mellum 2, mixtures of experts",
+    architecture="MellumForCausalLM",
+    model_type="mellum",
+    rope_theta=500_000.0,
+    implied={
+        "attention_bias": False,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window": 1024,
+        "layer_types": None,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 896,
+        "norm_topk_prob": True,
+        "mlp_layer_types": None,
+    },
+    needs=("layer_types",),
+    fixed={"qk_norm": True},
+    keys={"num_local_experts": "num_experts"},
+    note="Three of four layers have windows, with a RoPE of their own.",
+)

@@ -41,6 +41,7 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool, str]] = {
     "ernie-moe": (gguf.MODEL_ARCH.ERNIE4_5_MOE, False, "default"),
     "hunyuan-plain": (gguf.MODEL_ARCH.HUNYUAN_DENSE, False, "llama-bpe"),
     "olmoe": (gguf.MODEL_ARCH.OLMOE, False, "dbrx"),
+    "dots1": (gguf.MODEL_ARCH.DOTS1, False, "qwen2"),
     "arcee": (gguf.MODEL_ARCH.ARCEE, True, "llama-bpe"),
 }
 """By case: llama.cpp's architecture, True if its converter interleaves the halves of q's and k's heads, and
@@ -78,11 +79,15 @@ def add_experts(writer: gguf.GGUFWriter, raw: Mapping[str, Any], experts: int) -
         writer.add_expert_shared_feed_forward_length(raw["shared_expert_intermediate_size"])
 
 
-def add_glm4_moe(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
-    """Add keys and tensors of GLM-4.5, including a multi-token prediction layer."""
+def add_prediction_layer(writer: gguf.GGUFWriter, layers: int) -> None:
+    """Add a multi-token prediction layer, as in GLM-4.5."""
     writer.add_nextn_predict_layers(1)
     for name in ("attn_norm", "ffn_up_exps", "nextn.enorm"):
-        writer.add_tensor(f"blk.{raw['num_hidden_layers']}.{name}.weight", np.zeros(4, np.float32))
+        writer.add_tensor(f"blk.{layers}.{name}.weight", np.zeros(4, np.float32))
+
+
+def add_deepseek_experts(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    """Add the keys of GLM-4.5 and dots.llm1, which name their experts like DeepSeek-V3."""
     writer.add_expert_shared_count(raw["n_shared_experts"])
     writer.add_leading_dense_block_count(raw["first_k_dense_replace"])
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -142,7 +147,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, name)
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(raw["hidden_size"])
-    writer.add_block_count(raw["num_hidden_layers"] + ("n_shared_experts" in raw))
+    predicts = raw["model_type"] == "glm4_moe"
+    writer.add_block_count(raw["num_hidden_layers"] + predicts)
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(heads[0])
     writer.add_head_count_kv(heads[1])
@@ -166,7 +172,9 @@ def write_gguf(
         add_experts(writer, raw, experts)
         tensors = stacked(tensors, experts)
     if "n_shared_experts" in raw:
-        add_glm4_moe(writer, raw)
+        add_deepseek_experts(writer, raw)
+    if predicts:
+        add_prediction_layer(writer, raw["num_hidden_layers"])
     names = gguf.get_tensor_name_map(architecture, raw["num_hidden_layers"])
     for theirs, tensor in tensors.items():
         rows, turned = tensor, theirs.split(".")[-2]

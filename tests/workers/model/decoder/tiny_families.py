@@ -249,4 +249,45 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=3,
         pad_token_id=0,
     ),
+    "hunyuan-moe": lambda: transformers.HunYuanMoEV1Config(
+        **SHAPE | {"intermediate_size": 32},
+        num_experts=8,
+        moe_topk=[3] * SHAPE["num_hidden_layers"],
+        rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4},
+    ),
+    "hy3": lambda: transformers.HYV3Config(
+        **SHAPE,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        mlp_layer_types=["dense", "sparse", "sparse"] * 2,
+    ),
+    "dots1": lambda: transformers.Dots1Config(
+        **SHAPE, **GLM_MIXTURE, n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True
+    ),
+    "solar-open": lambda: transformers.SolarOpenConfig(**SHAPE, **GLM_MIXTURE),
+    "exaone-moe": lambda: transformers.ExaoneMoeConfig(
+        **SHAPE, **MIXTURE, sliding_window=WINDOW, layer_types=MIXED
+    ),
+    "mellum": lambda: transformers.MellumConfig(
+        **SHAPE,
+        **MIXTURE,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        mlp_layer_types=["sparse", "dense", "sparse"] * 2,
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "cwm": lambda: transformers.CwmConfig(
+        **SHAPE | {"hidden_size": 96},
+        sliding_window=WINDOW,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "original_max_position_embeddings": 64,
+            **LLAMA3,
+        },
+    ),
 }

@@ -307,6 +307,12 @@ def test_each_family_reads_its_own_options(tmp_path: Path) -> None:
         (GLM | {"n_shared_experts": -1}, "n_shared_experts = -1 is not"),
         (GLM | {"first_k_dense_replace": "1"}, "first_k_dense_replace = '1' is not"),
         (GLM | {"scoring_func": "relu"}, "scoring_func = 'relu' is not supported"),
+        (GLM | {"num_experts_per_tok": [8, 4]}, r"num_experts_per_tok = \[8, 4\] differs between layers"),
+        (EXPERTS | {"mlp_layer_types": ["sparse"]}, "sets mlp_layer_types, which Qwen3MoeForCausalLM"),
+        (
+            EXPERTS | {"architectures": ["HYV3ForCausalLM"], "mlp_layer_types": ["dense"]},
+            r"mlp_layer_types = \['dense'\] must be 32 of dense and sparse",
+        ),
         ({"use_qk_norm": True}, "sets use_qk_norm, which LlamaForCausalLM does not have"),
         (EXPERTS | {"num_experts_per_tok": 129}, "num_experts_per_tok = 129 of num_experts = 128"),
         (EXPERTS | {"moe_intermediate_size": None}, "moe_intermediate_size"),
