@@ -38,7 +38,7 @@ from deltafront.service.door.responses.store import (
     UnknownResponse,
     nowhere_else,
 )
-from deltafront.service.errors import DeltafrontError, Unavailable
+from deltafront.service.errors import DeltafrontError, InvalidArgument, Unavailable
 from deltafront.service.request.answers import ServerInfo
 from deltafront.service.request.handler import RequestHandler
 
@@ -127,6 +127,8 @@ class HttpDoor:
         )
         async with accepting as accepted:
             owner, drop = accepted.caller.owner, request.method == "DELETE"
+            if request.query_params.get("stream", "").lower() == "true":
+                raise InvalidArgument("stream", "is not supported for a stored response: leave it out")
             found = self.responses.take(number, owner, drop) or await self._elsewhere(number, owner, drop)
             if found is None:
                 raise UnknownResponse(number)

@@ -43,6 +43,11 @@ _KINDS: Mapping[int, str] = {
     504: "timeout_error",
 }
 _PING = {"type": "ping"}
+_NO_STOP: Json = {"stop_details": None, "container": None}
+_NO_USAGE = dict.fromkeys(
+    ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
+)
+"""Fields that Anthropic's API requires, of things that this server does not have."""
 
 
 def error_body(error: DeltafrontError) -> Json:
@@ -92,7 +97,7 @@ class MessageReply:
         return self._message(content, finish.usage) | self._stop(finish) | report(finish)
 
     def begin(self, usage: Usage) -> list[Json]:
-        nothing = {"stop_reason": None, "stop_sequence": None}
+        nothing = {"stop_reason": None, "stop_sequence": None, **_NO_STOP}
         return [{"type": "message_start", "message": self._message([], usage) | nothing}, _PING]
 
     def token(self, token: Token) -> None:
@@ -125,15 +130,16 @@ class MessageReply:
             reason = "max_tokens"
         elif finish.reason is FinishReason.STOP_STRING:
             reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": finish.stop_string or None}
+        return {"stop_reason": reason, "stop_sequence": finish.stop_string or None, **_NO_STOP}
 
 
 def _content(block: Block) -> Json:
     if block.kind is BlockKind.REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind is BlockKind.TEXT:
-        return {"type": "text", "text": block.text}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(block.text)}
+        return {"type": "text", "text": block.text, "citations": None}
+    called = {"id": block.call_id, "name": block.name, "input": _arguments(block.text)}
+    return {"type": "tool_use", **called, "caller": {"type": "direct"}}
 
 
 def _arguments(text: str) -> Json:
@@ -166,4 +172,5 @@ def _usage(usage: Usage) -> Json:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        **_NO_USAGE,
     }

@@ -15,7 +15,7 @@ from pydantic import Field
 from deltafront.service.door.anthropic.blocks import BlockReader
 from deltafront.service.door.edges.own_fields import OwnFields
 from deltafront.service.door.edges.tools import choose, function_of
-from deltafront.service.door.json_body import BodyRules, Long, pick, show
+from deltafront.service.door.json_body import BodyRules, Long, Whole, pick, show
 from deltafront.service.door.openai.sampling import Strict, new_seed
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import (
@@ -48,15 +48,15 @@ _THINKING: Mapping[str, Mapping[str, bool]] = {
 
 
 class _MessageFields(OwnFields, Strict):
-    model: str
+    model: str | None = None
     messages: Long[dict[str, Any]]
-    max_tokens: int | None = None
+    max_tokens: Whole | None = None
     system: Any = ""
     stop_sequences: list[str] = Field(default_factory=list)
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     tools: Long[dict[str, Any]] = Field(default_factory=list)
     tool_choice: dict[str, Any] = Field(default_factory=lambda: {"type": "auto"})
     thinking: dict[str, Any] = Field(default_factory=lambda: {"type": "adaptive"})

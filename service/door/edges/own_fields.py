@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from deltafront.service.door.json_body import STRICT
+from deltafront.service.door.json_body import STRICT, Whole
 from deltafront.service.request.calls import AttentionMethod
 from deltafront.workers.messages.requests import PageSelection
 from deltafront.workers.messages.service_tiers import ServiceTier
@@ -21,6 +21,11 @@ TIERS: Mapping[AskedTier, ServiceTier | None] = {
 """OpenAI's values of `service_tier`."""
 
 
+def effort_variables(effort: str | None) -> Mapping[str, str]:
+    """Return the chat template's variables for an amount of reasoning, as vLLM does."""
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
 class OwnFields(BaseModel):
     """The fields, named as in gRPC."""
 
@@ -29,7 +34,7 @@ class OwnFields(BaseModel):
     method: str = ""
     options: dict[str, float] = Field(default_factory=dict)
     page_selection: Literal["", "full", "delta"] = ""
-    recompute_blocks: int | None = None
+    recompute_blocks: Whole | None = None
     cache_salt: str = ""
     retain_s: float | None = None
     skip_cache: bool = False

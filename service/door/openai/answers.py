@@ -194,9 +194,10 @@ class Reply:
         return "tool_calls" if self.context.splitter.called else "stop"
 
     def _chunk(self, choice: Json, usage: Usage, **more: Any) -> Json:
-        told = self.options.continuous_usage_stats
-        shown = _usage(usage, self.context.splitter.reasoning_tokens) if told else None
-        return self._object(self.endpoint.chunk_type, [choice], usage=shown, **more)
+        shown: Json = {"usage": None} if self.options.include_usage else {}
+        if self.options.continuous_usage_stats:
+            shown = {"usage": _usage(usage, self.context.splitter.reasoning_tokens)}
+        return self._object(self.endpoint.chunk_type, [choice], **shown, **more)
 
     def _choice(self, content: Json, reason: str | None = None) -> Json:
         logprobs = None if self.logprobs is None else self.logprobs.take()

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from deltafront.service.door.edges.own_fields import TIERS, AskedTier, OwnFields
+from deltafront.service.door.edges.own_fields import TIERS, AskedTier, OwnFields, effort_variables
 from deltafront.service.door.edges.tools import check_call_id
-from deltafront.service.door.json_body import UNSUPPORTED, BodyRules, Long, show
+from deltafront.service.door.json_body import UNSUPPORTED, BodyRules, Long, Whole, show
 from deltafront.service.door.openai.formats import read_constraint
 from deltafront.service.door.openai.logprobs import chat_top, text_top
 from deltafront.service.door.openai.sampling import SamplingFields, Strict
@@ -42,7 +42,6 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "store": (False,),
-    "verbosity": ("medium",),
     **dict.fromkeys(("audio", "moderation", "prediction", "reasoning_effort", "web_search_options"), ()),
     # vLLM's
     "length_penalty": (1,),
@@ -71,7 +70,7 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
 }
 """Fields that this service or one of its endpoints does not support, with the accepted values, which change
 nothing."""
-_LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options")
+_LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "verbosity")
 """Fields that are accepted without effect."""
 _PART_LABELS = {"cache_control", "prompt_cache_breakpoint"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -98,31 +97,32 @@ class StreamOptions(Strict):
 class _CommonFields(OwnFields, SamplingFields):
     """Fields of both endpoints."""
 
-    model: str
+    model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: Whole | None = None
     session_id: str | None = None
     session_ttl_s: float | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] = "in_memory"
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    n: int | None = None
-    best_of: int | None = None
+    n: Whole | None = None
+    best_of: Whole | None = None
     service_tier: AskedTier = "auto"
-    priority: int = 0
+    priority: Whole = 0
 
 
 class _ChatFields(_CommonFields):
     messages: Long[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool = False
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     logprobs: Any = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -151,7 +151,7 @@ def read_chat(body: bytes, model: str) -> tuple[CompletionRequest, StreamOptions
     chat = partial(
         Prompt,
         None,
-        chat_template_kwargs=fields.chat_template_kwargs,
+        chat_template_kwargs={**effort_variables(fields.reasoning_effort), **fields.chat_template_kwargs},
         add_special_tokens=fields.add_special_tokens,
         tools=read_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
         ending=_ending(fields),

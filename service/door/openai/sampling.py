@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from deltafront.service.door.json_body import STRICT
+from deltafront.service.door.json_body import STRICT, Whole
 from deltafront.service.errors import InvalidArgument, shown
 from deltafront.service.request.calls import SamplingParams
 
@@ -20,13 +20,13 @@ class Strict(BaseModel):
 class SamplingFields(Strict):
     temperature: float | None = None
     top_p: float | None = None
-    seed: Annotated[int, Field(ge=-1, lt=1 << _SEED_BITS)] | None = None
+    seed: Annotated[Whole, Field(ge=-1, lt=1 << _SEED_BITS)] | None = None
     stop: str | list[str] = []
-    top_k: int | None = None
+    top_k: Whole | None = None
     ignore_eos: bool = False
     min_p: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] = []
+    min_tokens: Whole | None = None
+    stop_token_ids: list[Whole] = []
     logit_bias: dict[str, float] = {}
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

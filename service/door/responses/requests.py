@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from deltafront.service.door.edges.own_fields import TIERS, AskedTier, OwnFields
+from deltafront.service.door.edges.own_fields import TIERS, AskedTier, OwnFields, effort_variables
 from deltafront.service.door.edges.tools import choose, function_of
-from deltafront.service.door.json_body import BodyRules, Long, show
+from deltafront.service.door.json_body import BodyRules, Long, Whole, show
 from deltafront.service.door.openai.requests import retention_s
 from deltafront.service.door.openai.sampling import SamplingFields, Strict
 from deltafront.service.door.responses.items import Message, joined, read_items, with_instructions
@@ -48,14 +48,14 @@ class _StreamOptions(Strict):
 class ResponseFields(OwnFields, SamplingFields):
     """The fields of a request for a response."""
 
-    model: str
+    model: str | None = None
     input: Any = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
-    max_output_tokens: int | None = None
+    max_output_tokens: Whole | None = None
     tools: Long[dict[str, Any]] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -87,7 +87,7 @@ def read_response(
         found: The previous response, if it is not in the store.
     """
     fields = _RULES.read(ResponseFields, body, model)
-    _check_hints(fields)
+    effort = _effort(fields)
     messages = list[Message]()
     if fields.previous_response_id is not None:
         messages += (found or store.get(fields.previous_response_id, owner)).messages
@@ -98,7 +98,7 @@ def read_response(
     request = GenerateRequest(
         prompt=Prompt(
             messages=tuple(with_instructions(fields.instructions, messages)),
-            chat_template_kwargs=fields.chat_template_kwargs,
+            chat_template_kwargs={**effort_variables(effort), **fields.chat_template_kwargs},
             tools=_tools(fields),
             add_special_tokens=False,
         ),
@@ -110,12 +110,16 @@ def read_response(
     return AskedResponse(fields, request, messages)
 
 
-def _check_hints(fields: ResponseFields) -> None:
-    """Check the fields for the amount of reasoning, which have no effect here. Raises InvalidArgument."""
+def _effort(fields: ResponseFields) -> str | None:
+    """Return the amount of reasoning, and check the other hints. Raises InvalidArgument."""
     for name in fields.reasoning.keys() - {*_HINTS}:
         raise InvalidArgument(f"reasoning.{name}", "is not known")
     if _LOGPROBS in fields.include:
         raise InvalidArgument("include", f"{_LOGPROBS} is not served here: use /v1/chat/completions")
+    effort = fields.reasoning.get("effort")
+    if not (effort is None or isinstance(effort, str)):
+        raise InvalidArgument("reasoning.effort", "must be text")
+    return effort
 
 
 def _tools(fields: ResponseFields) -> Tools | None:

@@ -87,7 +87,7 @@ def test_message_has_thinking_text_and_tool_calls(address: str, says: Any) -> No
     answer = message(address, tools=[TOOL])
     thought, text, *calls = answer["content"]
     assert thought == {"type": "thinking", "thinking": "Hm", "signature": ""}
-    assert text == {"type": "text", "text": "\n\nLet me see.\n"}
+    assert (text["type"], text["text"]) == ("text", "\n\nLet me see.\n")
     assert [(one["name"], one["input"]) for one in calls] == [("weather", json.loads(ROME))] * 2
     assert len({one["id"] for one in calls}) == 2
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
@@ -156,7 +156,7 @@ def test_answer_names_its_stop_sequence(address: str, says: Any) -> None:
     says("one two three")
     answer = message(address, stop_sequences=["three", "two"])
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "two")
-    assert answer["content"] == [{"type": "text", "text": "one "}]
+    assert [block["text"] for block in answer["content"]] == ["one "]
     assert message(address, max_tokens=2)["stop_reason"] == "max_tokens"
 
 
