@@ -508,6 +508,21 @@ SERVED = (
         12,
     ),
     Public(
+        "arcee-ai/Trinity-Mini",
+        _config(
+            *("Afmoe", 32, 2048, 6144, 32, 4, 200192, 131072),
+            moe_intermediate_size=1024,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_shared_experts=1,
+            num_dense_layers=2,
+            route_scale=2.826,
+            sliding_window=2048,
+            mup_enabled=True,
+        ),
+        26,
+    ),
+    Public(
         "facebook/cwm",
         _config(
             *("Cwm", 64, 6144, 21504, 48, 8, 128256, 131072),
@@ -516,6 +531,47 @@ SERVED = (
             **_llama3(16.0, 1e6),
         ),
         32,
+    ),
+    Public(
+        "nvidia/Minitron-4B-Base",
+        _config(
+            *("Nemotron", 32, 3072, 9216, 24, 8, 256000, 4096),
+            head_dim=128,
+            hidden_act="relu2",
+            norm_eps=1e-5,
+        ),
+        4.19,
+    ),
+    Public(
+        "inceptionai/Jais-2-8B-Chat",
+        _config("Jais2", 32, 3328, 26624, 26, 26, 150272, 8192, hidden_act="relu2"),
+        8,
+    ),
+    Public(
+        "naver-hyperclovax/HyperCLOVAX-SEED-Think-14B",
+        _config(
+            *("HyperCLOVAX", 38, 6144, 14336, 48, 8, 110592, 131072),
+            rope_theta=1e8,
+            attention_multiplier=0.0078125,
+            embedding_multiplier=10.0,
+            logits_scaling=0.125,
+        ),
+        14,
+    ),
+    Public(
+        "Qwen/Qwen3-VL-8B-Instruct",
+        {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "text_config": _config("", 36, 4096, 12288, 32, 8, 151936, 262144, head_dim=128)
+            | {
+                "architectures": None,
+                "model_type": "qwen3_vl_text",
+                "rope_theta": 5e6,
+                "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]},
+            },
+            "vision_config": {"model_type": "qwen3_vl"},
+        },
+        8,
     ),
 )
 
@@ -584,5 +640,6 @@ REFUSED = (
         _config("GraniteMoeHybrid", num_local_experts=72, mamba_d_state=128),
         reason="state-space layers",
     ),
-    Public("nvidia/Minitron-4B-Base", _config("Nemotron", norm_eps=1e-5), reason="no model family"),
+    Public("microsoft/phi-2", _config("Phi", layer_norm_eps=1e-5), reason="an output head with a bias"),
+    Public("stabilityai/stablelm-2-12b", _config("StableLm", layer_norm_eps=1e-5), reason="no model family"),
 )

@@ -32,7 +32,7 @@ def families() -> str:
 
 
 def _family(family: Family) -> list[str]:
-    names = ", ".join(f"`{name}`" for name in (family.architecture, *family.wrappers))
+    names = ", ".join(f"`{name}`" for name in dict.fromkeys((family.architecture, *family.wrappers)))
     gguf = "" if family.gguf is None else f"`{family.gguf.architecture}`"
     return [family.name, names, gguf, family.note]
 
@@ -56,5 +56,6 @@ def _refusal(model: Public) -> str:
     try:
         read_public(model)
     except ModelError as error:
-        return re.sub(r"; known: .*|: use a model with.*|: set model\..*", "", str(error))
+        told = re.sub(r"; known: .*|: use a model with.*|: set model\..*", "", str(error))
+        return re.sub(r"architecture '\w+' is not supported \((.*)\)", r"\1", told)
     raise AssertionError(f"{model.name} is served")

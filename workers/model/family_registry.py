@@ -9,20 +9,21 @@ from deltafront.workers.model.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from deltafront.workers.model.families.family import Family, GgufNames
 from deltafront.workers.model.families.gemma3 import GEMMA3
 from deltafront.workers.model.families.glm import DOTS1, GLM, GLM4, GLM4_MOE, SOLAR_OPEN
-from deltafront.workers.model.families.granite import GRANITE, GRANITE4
+from deltafront.workers.model.families.granite import GRANITE, GRANITE4, HYPERCLOVAX
 from deltafront.workers.model.families.hunyuan import HUNYUAN, HUNYUAN_MOE, HY3
-from deltafront.workers.model.families.layer_norms import COHERE, COHERE2, STARCODER2
-from deltafront.workers.model.families.llama import APERTUS, ARCEE, CWM, LLAMA, PHI3, SEED_OSS, SMOLLM3
+from deltafront.workers.model.families.layer_norms import COHERE, COHERE2, JAIS2, NEMOTRON, STARCODER2
+from deltafront.workers.model.families.llama import AFMOE, APERTUS, ARCEE, CWM, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from deltafront.workers.model.families.mistral import MINIMAX_M2, MINISTRAL3, MISTRAL, MIXTRAL
 from deltafront.workers.model.families.olmo2 import OLMO2, OLMO3, OLMOE
-from deltafront.workers.model.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from deltafront.workers.model.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL
 
 _OURS = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
     *(GRANITE4, GLM, GLM4, GLM4_MOE, EXAONE, EXAONE4, ARCEE, GEMMA3, OLMO3),
     *(MIXTRAL, QWEN2_MOE, MINIMAX_M2, ERNIE4_5, ERNIE4_5_MOE, OLMOE),
     *(STARCODER2, COHERE, COHERE2, APERTUS, HUNYUAN),
-    *(HUNYUAN_MOE, HY3, DOTS1, SOLAR_OPEN, EXAONE_MOE, MELLUM, CWM),
+    *(HUNYUAN_MOE, HY3, DOTS1, SOLAR_OPEN, EXAONE_MOE, MELLUM, CWM, AFMOE),
+    *(NEMOTRON, JAIS2, HYPERCLOVAX, QWEN3_VL),
 )
 
 FAMILIES: dict[str, Family] = {}
@@ -30,12 +31,25 @@ FAMILIES: dict[str, Family] = {}
 
 
 _ARCHITECTURES: Mapping[str, str] = {
+    "Cohere2Moe": "experts in parallel layers",
     "Gemma3n": "layers that share their KV cache",
     "Gemma4": "heads of other sizes in layers without windows",
+    "GPTNeoX": "heads' queries, keys and values in one matrix",
     "GptOss": "attention sinks and experts in MXFP4",
+    "GraniteMoeFor": "experts stored in one tensor",
+    "GraniteMoeShared": "experts stored in one tensor",
+    "GraniteMoeSWA": "attention sinks",
+    "GraniteSWA": "attention sinks",
+    "JetMoe": "experts of attention",
+    "Laguna": "layers with other numbers of heads",
     "Llama4": "attention by chunks",
     "MiMoV2": "attention sinks",
+    "MiniMaxFor": "linear attention",
     "MiniMaxM3": "an indexer that chooses blocks of keys",
+    "OlmoFor": "norms without weights",
+    "PhiFor": "an output head with a bias",
+    "PhiMoE": "a router with sparsemixer",
+    "Qwen3VLMoe": "experts stored in one tensor",
 }
 """First parts of unsupported architectures' names, each with the feature that is not supported."""
 _SIGNS: Mapping[str, str] = {

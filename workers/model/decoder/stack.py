@@ -60,8 +60,8 @@ class Residual:
 
     With several ranks, each rank holds a part of the update. The next norm sums these parts.
 
-    `normed` is the normed input of a layer's attention, kept if attention and MLP run in parallel on one
-    input.
+    `normed` is the normed input of a layer's attention, kept for a gate of its output, or if attention and
+    MLP run in parallel on one input.
     """
 
     hidden_TC: torch.Tensor
@@ -105,7 +105,7 @@ class DecoderLayer:
 
     def _projected(self, residual: Residual, weights: AttentionWeights) -> torch.Tensor:
         normed = norm_of(residual, weights.input_norm, self.config.rms_eps, weights.qkv.quantised)
-        if self.config.parallel:
+        if self.config.parallel or weights.gate is not None:
             residual.normed = normed
         return weights.qkv(normed)
 
@@ -118,8 +118,16 @@ class DecoderLayer:
 
     def attend_out(self, residual: Residual, out_THD: torch.Tensor) -> None:
         residual.hidden_TC = residual.total()
-        update_TC = self._attention.output(out_THD.flatten(1))
+        update_TC = self._attention.output(self._gated(residual, out_THD.flatten(1)))
         self._update(residual, update_TC, self._attention.output_norm_C)
+
+    def _gated(self, residual: Residual, out_TO: torch.Tensor) -> torch.Tensor:
+        """Multiply the output of attention by its gate, if it has one."""
+        gate, normed = self._attention.gate, residual.normed
+        if gate is None or normed is None:
+            return out_TO
+        residual.normed = normed if self.config.parallel else None
+        return out_TO * gate(normed).sigmoid()
 
     def mlp(self, residual: Residual) -> None:
         weights, eps = self.mlp_weights, self.config.rms_eps
@@ -340,6 +348,7 @@ class LayerStack:
     def compile_gemms(self) -> None:
         attention = self._weights.attentions[0]
         products: list[Linear | Fp8Linear | MixtureWeights] = [attention.qkv, attention.output]
+        products += [] if attention.gate is None else [attention.gate]
         for mlp in {type(mlp): mlp for mlp in self._weights.mlps}.values():
             products += [mlp] if isinstance(mlp, MixtureWeights) else [mlp.gate_up, mlp.down]
         for product in products:

@@ -112,7 +112,7 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
         "window_rope": window_rope(given, rope, family) if sliding else None,
         **_multipliers(raw, head_dim),
     }
-    if family.scales_by_width:
+    if family.scales_by_width and raw.get("mup_enabled", True):
         fields["embedding_scale"] = hidden**0.5
     if family.rotates_windows_alone and raw.get("sliding_window"):
         fields["unrotated_layers"] = layers_without_windows(raw, family, layers)

@@ -53,6 +53,7 @@ class ModelConfig:
         norm_bias: True if these norms have a bias.
         parallel: True if a layer's MLP has the same input as its attention.
         qk_norm_after_rope: True if QK norm comes after RoPE.
+        attention_gate: True if the output of attention is multiplied by a gate of its input.
     """
 
     architecture: str
@@ -92,6 +93,7 @@ class ModelConfig:
     norm_bias: bool = False
     parallel: bool = False
     qk_norm_after_rope: bool = False
+    attention_gate: bool = False
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Split the layers over pipeline stages so that the slowest stage is as fast as possible. A cut may
@@ -162,7 +164,7 @@ class ModelConfig:
     @property
     def attention_matrices(self) -> int:
         """Number of parameters in a layer's attention matrices; also the multiply-adds per token."""
-        return self.qkv_matrices + self.hidden * self.head_dim * self.q_heads
+        return self.qkv_matrices + (1 + self.attention_gate) * self.hidden * self.head_dim * self.q_heads
 
     @property
     def qkv_matrices(self) -> int:
@@ -258,6 +260,7 @@ class ModelConfig:
             width = heads * self.head_dim if self.qk_norm_all_heads else self.head_dim
             attention[f"self_attn.{name}_norm.weight"] = (width,)
         attention |= _linear("self_attn.o_proj", hidden, q, self.o_bias)
+        attention |= _linear("self_attn.gate_proj", q, hidden, bias=False) if self.attention_gate else {}
         mlp = {} if self.parallel else self._norms("post_attention_layernorm", "mlp.post_norm")
         if self.activation == "xielu":
             mlp |= {f"mlp.act_fn.{name}": (1,) if "alpha" in name else () for name in XIELU}

@@ -55,5 +55,5 @@ ERNIE4_5_MOE = Family(
         },
         rows=("mlp.gate.e_score_correction_bias",),
     ),
-    note="The first layers have no experts. What predicts further tokens is not read.",
+    note="What predicts further tokens is not read.",
 )

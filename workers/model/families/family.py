@@ -76,7 +76,8 @@ class Family:
         unread: Prefixes of our names of tensors that only multi-token prediction uses. They are not loaded.
         yarn: The trained length for each value of max_position_embeddings. Cards of these models extend it by
             YaRN to four times that length.
-        scales_by_width: True if embeddings are multiplied by the square root of the hidden size.
+        scales_by_width: True if embeddings are multiplied by the square root of the hidden size, unless
+            config.json says `mup_enabled: false`.
         rotates_windows_alone: True if only layers with sliding windows use RoPE, if there are any.
         gguf: The names in GGUF files; None: GGUF files are not supported.
         note: A remark for users of the family.
@@ -105,7 +106,8 @@ class Family:
     def own_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json with Llama's key names, and with defaults for missing keys."""
         renamed = {own: raw[key] for key, own in self.keys.items() if key in raw}
-        return {**self.implied, **raw, **renamed}
+        kept = {key: value for key, value in raw.items() if key not in self.keys}
+        return {**self.implied, **kept, **renamed}
 
     def own_name(self, stored: str) -> str:
         """Return our name of a tensor in a checkpoint."""

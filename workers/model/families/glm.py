@@ -30,7 +30,7 @@ GLM4 = Family(
     ),
 )
 GLM4_MOE = Family(
-    name="GLM-4.5, GLM-4.6, mixtures of experts",
+    name="GLM-4.5 to 4.7, mixtures of experts",
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     implied={
@@ -67,7 +67,7 @@ GLM4_MOE = Family(
             "nextn_predict_layers": "num_nextn_predict_layers",
         },
     ),
-    note="The first layers have no experts. Layers that predict further tokens are not read.",
+    note="Layers that predict further tokens are not read.",
 )
 SOLAR_OPEN = replace(
     GLM4_MOE,
@@ -101,6 +101,7 @@ DOTS1 = replace(
         "num_experts": 128,
         "num_experts_per_tok": 6,
         "n_shared_experts": 0,
+        "moe_intermediate_size": 1408,
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": False,
@@ -118,5 +119,5 @@ DOTS1 = replace(
             "expert_weights_norm": "norm_topk_prob",
         },
     ),
-    note="The first layer has no experts.",
+    note="",
 )

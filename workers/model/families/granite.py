@@ -22,7 +22,6 @@ GRANITE = Family(
             "logit_scale": "logits_scaling",
         },
     ),
-    note="Its multipliers are in the embedding, the angles and the norms' epsilon.",
 )
 GRANITE4 = Family(
     name="Granite 4, dense",
@@ -44,4 +43,22 @@ GRANITE4 = Family(
     keys={"shared_intermediate_size": "intermediate_size"},
     tensors={"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_linear": "mlp.down_proj"},
     note="Models with state-space layers or experts are refused. GGUF files say granite.",
+)
+HYPERCLOVAX = Family(
+    name="HyperCLOVA X SEED Think",
+    architecture="HyperCLOVAXForCausalLM",
+    model_type="hyperclovax",
+    implied={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": None,
+        "logit_scale": 1.0,
+        "use_post_norm": True,
+    },
+    only={"residual_multiplier": (1.0,), "use_post_norm": (True,)},
+    fixed={"norms": "both"},
+    keys={"logits_scaling": "logit_scale"},
+    tensors={"post_norm1": "self_attn.post_norm", "post_norm2": "mlp.post_norm"},
 )

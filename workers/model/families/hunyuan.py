@@ -21,7 +21,6 @@ HUNYUAN = Family(
     fixed={"qk_norm": True, "qk_norm_after_rope": True},
     tensors=_NORMS,
     gguf=GgufNames(architecture="hunyuan-dense"),
-    note="Its heads are normed after the rotation.",
 )
 HUNYUAN_MOE = Family(
     name="Hunyuan, mixtures of experts",
@@ -33,7 +32,6 @@ HUNYUAN_MOE = Family(
     fixed={"qk_norm": True, "qk_norm_after_rope": True},
     keys={"moe_topk": "num_experts_per_tok", "intermediate_size": "moe_intermediate_size"},
     tensors=_NORMS | {"mlp.gate.wg": "mlp.gate", "mlp.shared_mlp": "mlp.shared_experts"},
-    note="Its heads are normed after the rotation.",
 )
 HY3 = Family(
     name="Hy3, mixtures of experts",

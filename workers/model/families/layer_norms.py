@@ -61,3 +61,32 @@ COHERE2 = replace(
     rotates_windows_alone=True,
     note="Three of four layers have windows, and the others are not rotated.",
 )
+NEMOTRON = Family(
+    name="Nemotron 4, Minitron",
+    architecture="NemotronForCausalLM",
+    model_type="nemotron",
+    hidden_act="relu2",
+    implied={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+    },
+    fixed={"layer_norms": True, "norm_bias": True, "norm_offset": 1.0},
+    keys={"norm_eps": "rms_norm_eps"},
+)
+JAIS2 = Family(
+    name="Jais 2",
+    architecture="Jais2ForCausalLM",
+    model_type="jais2",
+    hidden_act="relu2",
+    implied={
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+    },
+    fixed={"layer_norms": True, "norm_bias": True},
+    keys={"layer_norm_eps": "rms_norm_eps"},
+)

@@ -18,7 +18,6 @@ ARCEE = Family(
     hidden_act="relu2",
     implied=_BIASES | {"rms_norm_eps": 1e-5},
     gguf=GgufNames(architecture="arcee", permuted=True),
-    note="Its MLPs have no gate, but the square of ReLU.",
 )
 PHI3 = Family(
     name="Phi-3, Phi-3.5, Phi-4",
@@ -55,7 +54,6 @@ SMOLLM3 = Family(
         "tie_word_embeddings": True,
     },
     gguf=GgufNames(architecture="smollm3", permuted=True),
-    note="Every fourth layer is not rotated.",
 )
 APERTUS = Family(
     name="Apertus",
@@ -66,7 +64,6 @@ APERTUS = Family(
     implied={"attention_bias": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 65_536},
     fixed={"qk_norm": True},
     tensors={"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"},
-    note="Its MLPs have no gate, but xIELU, whose curvatures are trained.",
 )
 CWM = Family(
     name="CWM",
@@ -83,4 +80,49 @@ CWM = Family(
     },
     needs=("layer_types",),
     note="Three of four layers have windows.",
+)
+AFMOE = Family(
+    name="Arcee Trinity, mixtures of experts",
+    architecture="AfmoeForCausalLM",
+    model_type="afmoe",
+    implied={
+        "attention_bias": False,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 16_384,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "mup_enabled": False,
+    },
+    only={"n_group": (1,), "norm_topk_prob": (True,), "scoring_func": ("sigmoid",)},
+    needs=("sliding_window",),
+    fixed={"norms": "both", "qk_norm": True, "attention_gate": True},
+    keys={
+        "num_dense_layers": "first_k_dense_replace",
+        "num_shared_experts": "n_shared_experts",
+        "global_attn_every_n_layers": "sliding_window_pattern",
+        "route_norm": "norm_topk_prob",
+        "route_scale": "routed_scaling_factor",
+        "score_func": "scoring_func",
+    },
+    tensors={
+        "post_attention_layernorm": "self_attn.post_norm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "post_mlp_layernorm": "mlp.post_norm",
+        "mlp.router.gate": "mlp.gate",
+        "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+    },
+    scales_by_width=True,
+    rotates_windows_alone=True,
+    note="A gate follows attention. Three of four layers have windows, and the others are not rotated.",
 )

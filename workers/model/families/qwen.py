@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from deltafront.workers.model.families.family import Family, GgufNames
 
 _WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
@@ -63,7 +65,6 @@ QWEN2_MOE = Family(
         keys={"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         rows=("mlp.shared_gate.weight",),
     ),
-    note="A shared expert has a gate.",
 )
 MELLUM = Family(
     name="Mellum 2, mixtures of experts",
@@ -87,4 +88,16 @@ MELLUM = Family(
     fixed={"qk_norm": True},
     keys={"num_local_experts": "num_experts"},
     note="Three of four layers have windows, with a RoPE of their own.",
+)
+QWEN3_VL = replace(
+    QWEN3,
+    name="Qwen3-VL, dense",
+    architecture="Qwen3VLForConditionalGeneration",
+    model_type="qwen3_vl_text",
+    wrappers=("Qwen3VLForConditionalGeneration",),
+    rope_theta=500_000.0,
+    implied={"attention_bias": False, "head_dim": 128, "max_position_embeddings": 128_000},
+    yarn={},
+    gguf=None,
+    note="Its language model is served.",
 )

@@ -131,7 +131,8 @@ class _Reader:
         weight_C, bias = self.norm(module), f"{module}.bias"
         if weight_C is None or not self.spec.config.layer_norms:
             return weight_C
-        return LayerNorm(weight_C, self.get(bias) if bias in self._shapes else None)
+        bias_C = self.get(bias) if bias in self._shapes else None
+        return LayerNorm(weight_C.to(self.spec.dtype), bias_C)
 
     def norm(self, module: str) -> torch.Tensor | None:
         return self.norm_weight(f"{module}.weight") if f"{module}.weight" in self._shapes else None
@@ -339,6 +340,7 @@ def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
         output=read.linear(f"{module}o_proj", split=1),
         output_norm_C=read.norm(f"{module}post_norm"),
         q_scale_D=q_scale_D,
+        gate=read.linear(f"{module}gate_proj", split=0) if config.attention_gate else None,
     )
 
 

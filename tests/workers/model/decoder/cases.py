@@ -49,7 +49,7 @@ class Case:
 
 def model_class(config: Any) -> Any:
     """Return transformers' model class: for some families a language model with parts for images."""
-    wrapped = isinstance(config, transformers.Mistral3Config | transformers.Gemma3Config)
+    wrapped = config is not config.get_text_config()
     return transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
 
 

@@ -290,4 +290,28 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             **LLAMA3,
         },
     ),
+    "afmoe": lambda: transformers.AfmoeConfig(
+        **SHAPE,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+        num_dense_layers=2,
+        route_scale=2.826,
+        sliding_window=WINDOW,
+        mup_enabled=True,
+    ),
+    "nemotron": lambda: transformers.NemotronConfig(**SHAPE | {"head_dim": 32}),
+    "jais2": lambda: transformers.Jais2Config(**SHAPE | WITHOUT_HEAD_DIM),
+    "hyperclovax": lambda: transformers.HyperCLOVAXConfig(
+        **SHAPE | WITHOUT_HEAD_DIM, **PADDING, **MULTIPLIERS | {"residual_multiplier": 1.0}
+    ),
+    "qwen3-vl": lambda: transformers.Qwen3VLConfig(
+        text_config=transformers.Qwen3VLTextConfig(
+            **SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+        ),
+        vision_config=transformers.Qwen3VLVisionConfig(
+            depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64
+        ),
+    ),
 }

@@ -40,11 +40,12 @@ def save(directory: Path, family: str = "llama", size: str = "1GB", **more: Any)
     more = {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS, "pad_token_id": 0, **more}
     if family == "qwen3_moe":
         more |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "dots1"):
+        more |= {"n_shared_experts": 1}
         more |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
     if family == "olmoe":  # its norms of q and k do not know head_dim
         more |= {"head_dim": HIDDEN // HEADS}
-    if family == "cohere2":
+    if family in ("cohere2", "afmoe", "cwm", "exaone_moe"):  # they always have windows
         more |= {"sliding_window": 32}
     if family == "granitemoehybrid":
         more |= {"num_local_experts": 0, "shared_intermediate_size": INNER, "position_embedding_type": "rope"}
@@ -84,7 +85,7 @@ def edit(directory: Path, change: Callable[[Raw], Raw]) -> Path:
 FAMILIES = sorted(
     family.model_type
     for family in registry.FAMILIES.values()
-    if family.model_type in transformers.CONFIG_MAPPING
+    if family.model_type in transformers.CONFIG_MAPPING and family.architecture not in family.wrappers
 )
 
 

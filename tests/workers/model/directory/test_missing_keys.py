@@ -24,6 +24,13 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 16_384,
     "vocab_size": 211,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MIXED = ["sliding_attention", "full_attention"] * 4
 ALWAYS: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "granitemoehybrid": {
@@ -32,16 +39,10 @@ ALWAYS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "shared_intermediate_size": 96,
     },
-    "apertus": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 12e6,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    },
+    "apertus": {"rope_parameters": LLAMA3 | {"rope_theta": 12e6, "factor": 8.0}},
+    "cwm": {"layer_types": MIXED, "rope_parameters": LLAMA3 | {"rope_theta": 1e6, "factor": 16.0}},
+    "mellum": {"layer_types": MIXED},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"moe_intermediate_size": 32},
 }
 """Keys that every config.json of a family has."""
@@ -49,8 +50,9 @@ KNOWN = [family for family in FAMILIES.values() if family.model_type in CONFIG_M
 
 
 def read(directory: Path, family: Family, raw: dict[str, Any]) -> ModelConfig:
-    raw = raw | {"architectures": [family.architecture]}
-    (directory / "config.json").write_text(json.dumps(raw))
+    is_wrapped = family.architecture in family.wrappers
+    whole = {"text_config": raw | {"model_type": family.model_type}} if is_wrapped else raw
+    (directory / "config.json").write_text(json.dumps(whole | {"architectures": [family.architecture]}))
     return replace(read_config(directory), eos_ids=())
 
 
