@@ -233,7 +233,7 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
     from deltafront.workers.decode import worker as decode_worker
     from deltafront.workers.prefill.group import group as prefill_group
 
-    prefill, decode = settings.prefill, settings.decode
+    prefill, decode = settings.compiled_prefill, settings.decode
     groups = _replicas(prefill.groups, prefill.max_groups, GroupsByBacklog, backlog_s=prefill.backlog_s)
     workers = _replicas(
         decode.workers, decode.max_workers, WorkersByLoad, usage=decode.usage, max_batch=decode.max_batch

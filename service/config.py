@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -49,8 +49,13 @@ class DefaultAttention:
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-RECOMPUTED = 8
-"""Blocks recomputed after sparse prefill."""
+UNMEASURED = DefaultAttention(
+    "dpxa+delta", False, {"share": 0.1, "gamma": 64, "spread": 0.25, "min_tokens": 65_536}
+)
+"""The default without a profile. It kept 0.97 of dense attention's score on the models of
+docs/experiments/0007. Up to min_tokens tokens it is dense attention."""
+RECOMPUTED = 32
+"""Blocks recomputed after sparse prefill, as in UNMEASURED's measurement."""
 
 
 class ConfigError(ValueError):
@@ -70,8 +75,15 @@ class ServiceConfig(BaseModel):
     def default_attention(self) -> DefaultAttention:
         if self.door.default_method:
             return DefaultAttention(self.door.default_method, True, self.door.default_options)
-        sparse = self.model.profile or self.prefill.unmeasured == "allow"
-        return DefaultAttention("dpxa" if sparse else "dense", measured=self.model.profile is not None)
+        if self.model.profile or self.prefill.unmeasured == "allow":
+            return DefaultAttention("dpxa", measured=self.model.profile is not None)
+        return UNMEASURED
+
+    @property
+    def compiled_prefill(self) -> PrefillConfig:
+        """Section `prefill`, with the default attention among the methods to warm up if there are any."""
+        default, given = self.default_attention, self.prefill.warm_up
+        return replace(self.prefill, warm_up=(*given, {default.method: default.options}) if given else ())
 
     @property
     def recompute_blocks(self) -> int:
@@ -120,8 +132,8 @@ class ServiceConfig(BaseModel):
         default = self.default_attention.method
         if default not in named:
             yield "door.default_method", default, {}
-        if self.door.default_options:
-            yield "door.default_options", default, self.door.default_options
+        if options := self.default_attention.options:
+            yield "door.default_options", default, options
         for name, options in self.prefill.warmed_up:
             if options or name not in (*named, default):
                 yield "prefill.warm_up", name, options

@@ -94,8 +94,8 @@ class DoorConfig:
     """The model's readable name. By default model_name if that is given, else the model's own name."""
     default_method: str = ""
     """The attention method of requests that name none. By default the profile's measured setting, with its
-    options and `decode.recompute_blocks`; without one `dpxa` if the model has a profile, else `dense`
-    (`prefill.unmeasured`).
+    options and `decode.recompute_blocks`; without one `dpxa` if the model has a profile, else
+    `prefill.unmeasured` decides.
     """
     default_options: Mapping[str, float] = field(default_factory=dict)
     """Options of default_method, for requests that name neither a method nor options."""

@@ -155,8 +155,8 @@ class PrefillConfig(WorkerConfig):
     """Seconds after which a stage is replaced that still works on one chunk, even if it answers."""
     unmeasured: Literal["safe", "allow"] = "safe"
     """The default attention method of a model without a profile, if `door.default_method` is not set. `safe`:
-    `dense`, since no sparse method is known to keep this model's answers (docs/experiments/0006). `allow`:
-    `dpxa`."""
+    up to 65,536 tokens `dense`, beyond it the sparsest setting that kept 0.97 of dense attention's score on
+    other models (docs/experiments/0007). `allow`: `dpxa`."""
     method_modules: tuple[str, ...] = ()
     """Python modules outside the package that register attention methods."""
     method_options: MethodOptions = field(default_factory=dict)
@@ -221,7 +221,7 @@ class DecodeConfig(WorkerConfig):
     append_chunk_tokens: Count = 256
     recompute_blocks: Blocks | None = None
     """Number of 128-token blocks of a sparsely prefilled prompt that are recomputed with dense attention
-    before the first token: those that the question attends to most. Requests may override it. None: 8, or 0
+    before the first token: those that the question attends to most. Requests may override it. None: 32, or 0
     if `door.default_method` is `dense`."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64

@@ -52,7 +52,9 @@ def picture_command(
     text = terminal.read_text(file)
     try:
         settings = local_model(load(config))
-        spec = settings.prefill.method(method or settings.default_attention.method, options)
+        default = settings.default_attention
+        options = options if method or options else dict(default.options)
+        spec = settings.prefill.method(method or default.method, options)
         packed = TextTokenizer.load(Path(settings.model.path)).encode(text, add_bos=True)
         ids = memoryview(packed).cast("I").tolist()[:tokens]
         timings = None

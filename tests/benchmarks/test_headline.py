@@ -30,7 +30,7 @@ def test_gives_no_ratio_for_times_of_different_commits() -> None:
 
 
 def test_compares_ttft_with_vllms_of_the_same_commit(lines: list[headline.Line]) -> None:
-    (asked,) = (line for line in lines if "recomputed blocks" in line[0])
+    (asked,) = (line for line in lines if " 8 recomputed blocks" in line[0])
     of = headline.times(results("engine_h200"))
     ours, theirs = of["mapped ttft_dpxa_recompute_8"], of["vllm_ttft_dense"]
     assert ours.get("commit") == theirs.get("commit")

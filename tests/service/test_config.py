@@ -20,7 +20,7 @@ from deltafront.kernels.methods import PRESETS
 from deltafront.service import wiring
 from deltafront.service.cli.serve import describe_attention
 from deltafront.service.cli.size import SHAPES, kv_bytes
-from deltafront.service.config import ConfigError, DefaultAttention, load, parse
+from deltafront.service.config import UNMEASURED, ConfigError, DefaultAttention, load, parse
 from deltafront.service.settings import MODEL_ID, DoorConfig
 from deltafront.service.wiring import check_start
 from deltafront.workers.model import family_registry as registry
@@ -79,23 +79,33 @@ PROFILE = Path(deltafront.__file__).parent / "deploy" / "models" / "smollm2-135m
 
 
 @pytest.mark.parametrize(
-    ("changes", "method", "measured", "blocks"),
+    ("changes", "attention", "blocks"),
     [
-        ({}, "dense", False, 8),
-        ({"prefill": {"unmeasured": "allow"}}, "dpxa", False, 8),
-        ({"model": {"path": "m", "profile": str(PROFILE)}}, "dpxa", True, 8),
-        ({"door": {"default_method": "xattention"}}, "xattention", True, 8),
-        ({"door": {"default_method": "dense"}}, "dense", True, 0),
-        ({"decode": {"page_selection": "full", "recompute_blocks": 3}}, "dense", False, 3),
+        ({}, UNMEASURED, 32),
+        ({"prefill": {"unmeasured": "allow"}}, DefaultAttention("dpxa", False), 32),
+        ({"model": {"path": "m", "profile": str(PROFILE)}}, DefaultAttention("dpxa", True), 32),
+        ({"door": {"default_method": "xattention"}}, DefaultAttention("xattention", True), 32),
+        ({"door": {"default_method": "dense"}}, DefaultAttention("dense", True), 0),
+        ({"decode": {"page_selection": "full", "recompute_blocks": 3}}, UNMEASURED, 3),
     ],
 )
-def test_model_without_a_profile_is_prefilled_densely(
-    changes: dict[str, Any], method: str, measured: bool, blocks: int
+def test_default_attention_follows_profile_and_configuration(
+    changes: dict[str, Any], attention: DefaultAttention, blocks: int
 ) -> None:
     config = parse({**content(), **changes})
-    assert config.default_attention == DefaultAttention(method, measured)
+    assert config.default_attention == attention
     assert config.recompute_blocks == blocks
-    assert ("was not measured" in describe_attention(config)) != measured
+    assert ("was not measured" in describe_attention(config)) != attention.measured
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "compiled"),
+    [([], []), (["dense"], [("dense", {}), ("dpxa+delta", UNMEASURED.options)])],
+)
+def test_stages_warm_up_the_default_attention_too(
+    warm_up: list[str], compiled: list[tuple[str, Any]]
+) -> None:
+    assert parse(content("prefill", warm_up=warm_up)).compiled_prefill.warmed_up == compiled
 
 
 def content(section: str = "", **values: Any) -> dict[str, Any]:

@@ -73,16 +73,19 @@ def test_request_without_recompute_blocks_gets_the_default(
     assert said == [ids(PROMPT) if blocks else b"", ids(PROMPT)]
 
 
-def test_model_without_a_profile_is_sparse_only_on_request(
+def test_model_without_a_profile_prefills_short_prompts_densely(
     make_house: Callable[..., House], model: Path
 ) -> None:
     house = make_house(settings(model, default_method=""))
     with DeltafrontClient(house.address) as client:
         for named in ({}, SPARSE):
             collect(client.generate(PROMPT, max_tokens=2, skip_cache=True, **named))
-        assert client.info().default_method == "dense"
-    assert [job.method.name for job in house.group.jobs] == ["dense", SPARSE["method"]]
-    assert [told.options.recompute_blocks for told in house.decode.reservations] == [0, 8]
+        assert client.info().default_method == "dpxa+delta"
+    unnamed, named = (job.method for job in house.group.jobs)
+    assert (unnamed.name, unnamed.values["share"]) == ("dpxa+delta", 0.1)
+    assert unnamed.values["min_tokens"] == 65_536
+    assert named.name == SPARSE["method"]
+    assert [told.options.recompute_blocks for told in house.decode.reservations] == [0, 32]
 
 
 def test_accepts_the_maximum_of_recompute_blocks(house: House, client: DeltafrontClient) -> None:

@@ -25,16 +25,16 @@ TASKS = (
 )  # fmt: skip
 """RULER's tasks of an evaluation, in the order in which prompts cycle through them."""
 SETTINGS = (
-    "dpxa+delta:share=0.2,gamma=32,spread=0@32",
-    "dpxa:share=0.2@8",
-    "dpxa+delta:share=0.4,gamma=16@8",
-    "xattention:share=0.2@32",
+    "dpxa+delta:share=0.1,gamma=64,spread=0.25@32",
+    "dpxa+delta:share=0.2,gamma=32,spread=0.25@32",
+    "dpxa+delta:share=0.1,gamma=64,spread=0.25@64",
+    "xattention+delta:share=0.2,gamma=32,spread=0.25@32",
+    "dpxa:share=0.2@32",
     "dpxa@8",
     "streaming+delta@32",
-    "dpxa:share=0.1@32",
 )
-"""Settings that are tried by default, in this order. The first came nearest to the goal in
-docs/experiments/0006."""
+"""Settings that are tried by default, in this order. The first is a service's default without a profile
+(docs/experiments/0007)."""
 
 
 @dataclass(frozen=True)

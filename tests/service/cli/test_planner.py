@@ -77,7 +77,7 @@ def used(demand: Demand, choice: Choice, decode_tokens: int) -> float:
 def choices(demand: Demand) -> list[Choice]:
     """Find everything that fits, by trying every choice."""
     context, model = planner.cache_tokens(demand.tokens), demand.model
-    held = context + BLOCK * (min(8, demand.tokens // BLOCK - 1) + 2)  # 8 blocks and the rest of the prompt
+    held = context + BLOCK * (min(32, demand.tokens // BLOCK - 1) + 2)  # 32 blocks and the rest of the prompt
     ranks = [n for n in range(1, demand.gpus + 1) if model.kv_heads % n == 0 and model.intermediate % n == 0]
     stages = range(1, min(demand.gpus, model.layers) + 1)
     return [
@@ -193,8 +193,8 @@ def test_a_model_directory_is_planned_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["70b", "--gpus", "2x80"], "131,072 tokens do not fit: the fullest GPU lacks 38.0 GiB"),
-        (["70b", "--gpus", "2x80"], "6,688 tokens fit: --tokens 6688\n4 such GPUs are enough"),
+        (["70b", "--gpus", "2x80"], "131,072 tokens do not fit: the fullest GPU lacks 38.9 GiB"),
+        (["70b", "--gpus", "2x80"], "3,952 tokens fit: --tokens 3952\n4 such GPUs are enough"),
         (["70b", "--gpus", "1x9"], "16 such GPUs are not enough either"),
         (["8b", "--gpus", "8"], "--gpus 8: give a count and GB of memory, such as 8x80"),
         (["8b", "--gpus", "0x80"], "--gpus 0x80: give a count"),

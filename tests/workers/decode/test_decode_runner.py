@@ -151,7 +151,7 @@ def test_cuda_graphs_sample_the_same_tokens_as_eager_steps(tmp_path: Path, dtype
         ),
     )
     graphs, eager = make_runner(stack), make_runner(stack)
-    graphs.capture()
+    graphs.compile()
     captured = graphs._graphs
     assert captured is not None and len(captured) == 2 * 4, "sizes 1, 2, 4, 5; with and without selection"
     captive, free = (churn(runner, 0, 256, lambda free: None) for runner in (graphs, eager))
