@@ -160,7 +160,7 @@ def test_recommends_no_setting_after_few_prompts() -> None:
 
 
 def test_evaluates_the_given_or_else_the_default_settings(tmp_path: Path) -> None:
-    assert [str(trial) for trial in trials([], "prompt", None, 31_000)] == list(SETTINGS)
+    assert [str(trial) for trial in trials([], "prompt", None, 131_072)] == list(SETTINGS)
     given = trials(["dpxa@8", "dpxa@8", "streaming"], "both", None, 300)
     assert [str(trial) for trial in given] == ["dpxa@8", "dpxa@8, session", "streaming", "streaming, session"]
     profile = Profile.read(write_profile(make_tiny_model(tmp_path / "model"), tmp_path / "profile.json"))
