@@ -444,6 +444,7 @@ SERVED = (
             num_experts=64,
             moe_topk=[8] * 32,
             moe_intermediate_size=[3072] * 32,
+            **dict.fromkeys(("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor"), False),
             use_qk_norm=True,
             rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0},
             **_TIED,

@@ -18,9 +18,7 @@ from deltafront.workers.model.families.family import Family
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 """The bias of a router's choice, in a layer."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_SIGMOID = "sigmoid", "noaux_tc"
-"""Names of sigmoid scores. DeepSeek calls the choice of experts noaux_tc, and dots.llm1 the scores, too."""
-_SCORES = "softmax", *_SIGMOID, "biased_softmax"
+_SCORES = "softmax", "sigmoid", "biased_softmax"
 _GATED = "shared_expert_intermediate_size"
 
 
@@ -93,7 +91,7 @@ def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
         experts=experts,
         per_token=chosen,
         normed=bool(raw["norm_topk_prob"]),
-        sigmoid=scores in _SIGMOID,
+        sigmoid=scores == "sigmoid",
         biased_softmax=scores == "biased_softmax",
         groups=groups,
         chosen_groups=chosen_groups,

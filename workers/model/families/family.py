@@ -70,6 +70,7 @@ class Family:
         needs: Keys of config.json that must not be null.
         fixed: Fields of ModelConfig that no key of config.json gives.
         keys: The family's names of keys in config.json, mapped to Llama's.
+        ignored: Keys that the makers' config.json have, but transformers ignores.
         layers: Prefix of a layer's tensor names, before the layer's number.
         tensors: The family's names of modules and tensors, mapped to ours (see `ModelConfig.shapes`). Braces
             stand for an expert's number.
@@ -94,6 +95,7 @@ class Family:
     needs: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     layers: str = _LAYERS
     tensors: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
@@ -106,7 +108,7 @@ class Family:
     def own_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json with Llama's key names, and with defaults for missing keys."""
         renamed = {own: raw[key] for key, own in self.keys.items() if key in raw}
-        kept = {key: value for key, value in raw.items() if key not in self.keys}
+        kept = {key: value for key, value in raw.items() if key not in (*self.keys, *self.ignored)}
         return {**self.implied, **kept, **renamed}
 
     def own_name(self, stored: str) -> str:

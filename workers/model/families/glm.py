@@ -110,6 +110,7 @@ DOTS1 = replace(
         "first_k_dense_replace": 0,
     },
     fixed={"qk_norm": True},
+    ignored=("scoring_func",),
     gguf=GgufNames(
         architecture="dots1",
         keys={

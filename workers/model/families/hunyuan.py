@@ -28,9 +28,10 @@ HUNYUAN_MOE = Family(
     model_type="hunyuan_v1_moe",
     implied=_IMPLIED
     | {"num_experts": 1, "num_experts_per_tok": 1, "n_shared_experts": 1, "norm_topk_prob": True},
-    only={"use_qk_norm": (True,), "norm_topk_prob": (True,)},
+    only={"use_qk_norm": (True,)},
     fixed={"qk_norm": True, "qk_norm_after_rope": True},
     keys={"moe_topk": "num_experts_per_tok", "intermediate_size": "moe_intermediate_size"},
+    ignored=("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor"),
     tensors=_NORMS | {"mlp.gate.wg": "mlp.gate", "mlp.shared_mlp": "mlp.shared_experts"},
 )
 HY3 = Family(
