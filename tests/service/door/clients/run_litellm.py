@@ -53,7 +53,7 @@ def tools_by_messages() -> None:
 
 @case
 def too_long() -> str:
-    asked = [{"role": "user", "content": "x" * 70_000}]
+    asked = [{"role": "user", "content": "x" * 140_000}]
     return refusal(lambda: litellm.completion(messages=asked, **OPENAI), "ContextWindowExceededError")
 
 

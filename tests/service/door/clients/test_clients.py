@@ -26,6 +26,8 @@ REQUIREMENTS = HERE / "requirements.txt"
 ENVIRONMENT = ROOT / "build" / "clients"
 MODEL = "owner/tiny"
 ARGUMENTS = '{"city": "Rome", "days": 3}'
+COMMANDS = {"Bash": '{"command": "true", "description": "t"}', "exec_command": '{"cmd": "true"}'}
+"""Calls of Claude Code's and Codex' tools."""
 CLIENTS = sorted(path.stem.removeprefix("run_") for path in HERE.glob("run_*.py"))
 _PROBE = "httpx==0.28.1"
 _TOOLS, _TOOLS_END = "[tools:", "<tool_call>\n]"
@@ -48,7 +50,10 @@ def script_for(prompt: str, form: bool) -> str:
         return "Sunny in Rome."
     if not tools:
         return ARGUMENTS
-    function = json.loads(tools)[0]["function"]
+    functions = {one["function"]["name"]: one["function"] for one in json.loads(tools)}
+    for name in COMMANDS.keys() & functions:
+        return call(name, COMMANDS[name])
+    function = next(iter(functions.values()))
     arguments = ARGUMENTS if function.get("parameters", {}).get("properties") else "{}"
     return call(function["name"], arguments)
 
@@ -70,9 +75,10 @@ def clients_python() -> Path:
 
 @pytest.fixture
 def house(make_house: Callable[..., House], tmp_path: Path) -> House:
-    model = model_with_tools(tmp_path / "model", positions=1 << 16)
+    model = model_with_tools(tmp_path / "model", positions=1 << 17)
     house = make_house(settings(model, model_name=MODEL, default_max_tokens=512))
     house.decode.__class__ = ScriptedDecode
+    house.decode.total = house.group.total = 1 << 14
     return house
 
 

@@ -1,0 +1,75 @@
+"""Claude Code and Codex, from npm, without their clouds: a tool call, its result, the answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rows import ANSWER, BASE, MODEL, QUESTION, case, main
+
+PACKAGES = ["@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.171.0"]
+FOLDER = Path(sys.prefix) / "agents"
+PROVIDER = f'{{name="door", base_url="{BASE}/v1", wire_api="responses"}}'
+CODEX = {
+    "model": MODEL, "model_provider": "door", "model_providers.door": PROVIDER,
+    "web_search": "disabled", "agents.enabled": "false",
+}  # fmt: skip
+CLAUDE = {
+    "ANTHROPIC_BASE_URL": BASE, "ANTHROPIC_API_KEY": "any", "ANTHROPIC_MODEL": MODEL,
+    "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+}  # fmt: skip
+TIMEOUT_S = 120
+
+
+def run(name: str, *arguments: str, **environment: str) -> str:
+    """Run an agent in an empty home, and return its output."""
+    with tempfile.TemporaryDirectory() as home:
+        command = [str(FOLDER / "node_modules" / ".bin" / name), *arguments]
+        given = {"PATH": os.environ["PATH"], "HOME": home, **environment}
+        ran = subprocess.run(
+            command, cwd=home, env=given, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    assert not ran.returncode, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def installed() -> bool:
+    """Install the agents. Returns False without npm."""
+    npm = shutil.which("npm")
+    if npm is not None:
+        command = [npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(FOLDER), *PACKAGES]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    return npm is not None
+
+
+def claude_code() -> None:
+    said = run("claude", "-p", QUESTION, "--allowedTools", "Bash", "--output-format", "json", **CLAUDE)
+    answer: dict[str, Any] = json.loads(said)
+    assert (answer["result"], answer["num_turns"], answer["is_error"]) == (ANSWER, 2, False), said
+
+
+def codex() -> None:
+    settings = [part for name, value in CODEX.items() for part in ("-c", f"{name}={value}")]
+    said = run("codex", "exec", "--skip-git-repo-check", "--json", *settings, QUESTION)
+    items = [json.loads(line).get("item", {}) for line in said.splitlines() if line.startswith("{")]
+    assert [item["exit_code"] for item in items if item.get("status") == "completed"] == [0], said
+    assert items[-2].get("text") == ANSWER, said
+
+
+for agent in (claude_code, codex) if installed() else ():
+    case(agent)
+
+
+@case
+def npm() -> str | None:
+    return None if FOLDER.exists() else "skipped: npm is not installed"
+
+
+main()
