@@ -41,7 +41,6 @@ class EventStream:
     Args:
         comments: True if comment lines report prefill progress.
         named: True if events are named by their object's `type`.
-        keep_alive: The keep-alive line, which clients skip.
         headers: Additional HTTP headers.
     """
 
@@ -50,13 +49,11 @@ class EventStream:
         send: Send,
         comments: bool = False,
         named: bool = False,
-        keep_alive: bytes = EMPTY_LINE,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._send = send
         self._comments = comments
         self._named = named
-        self._keep_alive = keep_alive
         self._skipped_at = -_LINE_S
         self._headers = _HEADERS + [(name.encode(), value.encode()) for name, value in headers.items()]
         self._expected = False
@@ -78,7 +75,7 @@ class EventStream:
         one newline, because some clients take a comment with two for an event."""
         if (now := time.monotonic()) - self._skipped_at >= _LINE_S:
             self._skipped_at = now
-            await self.write(f": {comment}\n".encode() if self._comments else self._keep_alive)
+            await self.write(f": {comment}\n".encode() if self._comments else EMPTY_LINE)
 
     async def expect(self, seconds: float) -> None:
         """Say in a header when the first token is expected. If the wait is at least _LINE_S, the header is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -65,7 +64,6 @@ class MessagesEdge:
     splits = True
     named_events = True
     ends_with = b""
-    keep_alive = f"event: ping\ndata: {json.dumps(_PING)}\n\n".encode()
 
     def read(self, body: bytes, model: str, _owner: str) -> Asked:
         request, stream = read_message(body, model)

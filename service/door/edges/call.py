@@ -119,9 +119,7 @@ class EdgeCall:
         async with contextlib.aclosing(watched):
             if stream:
                 edge = self.edge
-                exchange.stream = EventStream(
-                    exchange.send, progress, edge.named_events, edge.keep_alive, exchange.headers()
-                )
+                exchange.stream = EventStream(exchange.send, progress, edge.named_events, exchange.headers())
                 await _stream(answering, watched, exchange.stream)
                 if edge.ends_with:
                     await exchange.stream.write(edge.ends_with)

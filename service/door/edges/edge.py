@@ -98,11 +98,6 @@ class Edge(Protocol):
         """The end of a complete stream."""
         ...
 
-    @property
-    def keep_alive(self) -> bytes:
-        """The line that keeps a stream alive while its prompt is prefilled."""
-        ...
-
     def read(self, body: bytes, model: str, owner: str) -> Asked:
         """Parse a body. Any thread may call it. Raises InvalidArgument, UnknownModel or NotFound."""
         ...

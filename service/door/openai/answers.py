@@ -11,7 +11,6 @@ from typing import Any
 from deltafront.service.door.edges.answering import OneAnswer
 from deltafront.service.door.edges.edge import Asked, Json, ReplyContext
 from deltafront.service.door.edges.errors import FieldNames
-from deltafront.service.door.http_stream import EMPTY_LINE
 from deltafront.service.door.openai.choices import Choices
 from deltafront.service.door.openai.errors import RENAMED, error_body
 from deltafront.service.door.openai.logprobs import ChatLogprobs, Logprobs, TextLogprobs
@@ -39,7 +38,6 @@ class Endpoint:
     splits: bool
     named_events: bool = False
     ends_with: bytes = b"data: [DONE]\n\n"
-    keep_alive: bytes = EMPTY_LINE
 
     @property
     def names(self) -> FieldNames:

@@ -11,7 +11,6 @@ from typing import Any
 from deltafront.service.door.edges.blocks import Block, BlockKind, Blocks, Change, Step
 from deltafront.service.door.edges.edge import Asked, Json, ReplyContext
 from deltafront.service.door.edges.errors import FieldNames
-from deltafront.service.door.http_stream import EMPTY_LINE
 from deltafront.service.door.openai.answers import report
 from deltafront.service.door.openai.errors import RENAMED, error_body
 from deltafront.service.door.openai.tools import ArgumentReader
@@ -43,7 +42,6 @@ class ResponsesEdge:
     splits = True
     named_events = True
     ends_with = b""
-    keep_alive = EMPTY_LINE
 
     def __init__(self, store: ResponseStore) -> None:
         self.store = store

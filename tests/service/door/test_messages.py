@@ -107,6 +107,11 @@ def test_streamed_message_equals_the_unstreamed_one(address: str, says: Any, sai
     assert {key: streamed[key] for key in kept} == {key: whole[key] for key in kept}
 
 
+def test_message_start_is_the_first_event_after_keep_alive_lines(address: str) -> None:
+    lines = [line for line in post(address, stream=True).text.split("\n") if line.strip()]
+    assert lines[0] == "event: message_start"
+
+
 def test_prompt_has_system_text_tool_calls_and_results_in_order(address: str, house: House) -> None:
     used = {"type": "tool_use", "id": "c1", "name": "weather", "input": json.loads(ROME)}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "sun"}]}
