@@ -6,10 +6,11 @@ turns into another exception.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,8 @@ the first parts of two-part commands, ENDS their second parts, NOTICES the notic
 _THREADS = {COMMANDS: 1, ENDS: 1, NOTICES: 1}
 _CALLS = 1000
 """Maximum number of concurrent calls of an actor that takes no commands. A stream counts as one call."""
+CONFIRM_S = 600.0
+"""Maximum seconds for which a stream waits until its caller confirms its last event."""
 REPLICA_CPUS = 0.1
 """CPUs that a replica asks for. Its actors do the work."""
 
@@ -58,6 +61,8 @@ def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
         actor_class.forms = forms(role)
         if Form.DEFERRED in actor_class.forms.values():
             actor_class.end_begun = _end_begun
+        if Form.STREAM in actor_class.forms.values():
+            actor_class.confirmed_stream, actor_class.confirm = _confirmed_stream, _confirm
         return actor_class
 
     return complete
@@ -118,6 +123,41 @@ def _end_begun(self: Any, key: str) -> Any:
     return DeferredWork.of(self).end(key)
 
 
+async def _confirmed_stream(self: Any, key: str, name: str, *arguments: Any) -> AsyncIterator[Any]:
+    """Yield the events of the stream `name`, then None. Once the caller has confirmed them, end or raise the
+    stream's error.
+
+    At a stream's end Ray blocks the actor's event loop until the caller's process has acknowledged every
+    event. If the caller's node has lost its power, this takes minutes (docs/decisions/0046).
+    """
+    confirmed = _unconfirmed(self)[key] = asyncio.Event()
+    failure: Exception | None = None
+    try:
+        try:
+            async with aclosing(getattr(self, name)(*arguments)) as events:
+                async for event in events:
+                    yield event
+        except Exception as error:
+            failure = error
+        yield None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(confirmed.wait(), CONFIRM_S)
+    finally:
+        del _unconfirmed(self)[key]
+    if failure is not None:
+        raise failure
+
+
+async def _confirm(self: Any, key: str) -> None:
+    if key in _unconfirmed(self):
+        _unconfirmed(self)[key].set()
+
+
+def _unconfirmed(actor: Any) -> dict[str, asyncio.Event]:
+    streams: dict[str, asyncio.Event] = vars(actor).setdefault("_unconfirmed", {})
+    return streams
+
+
 # --- calling ----------------------------------------------------------------------------------------------
 
 
@@ -164,9 +204,19 @@ class _Caller:
             return await getattr(self._actor, name).remote(*arguments)
 
     async def _stream(self, name: str, *arguments: Any) -> AsyncIterator[Any]:
+        key = secrets.token_hex(8)
         with self._plain_errors():
-            async for reply in getattr(self._actor, name).options(num_returns="streaming").remote(*arguments):
-                yield await reply
+            streaming = self._actor.confirmed_stream.options(num_returns="streaming")
+            replies = streaming.remote(key, name, *arguments)
+            try:
+                async for reply in replies:
+                    if (event := await reply) is None:
+                        break
+                    yield event
+            finally:  # the caller has the last event, or wants no more
+                self._outside.run(self._actor.confirm.remote, key)
+            async for reply in replies:
+                await reply  # raises the stream's error
 
     def _command(self, name: str, *arguments: Any) -> Awaitable[Any]:
         return self._outcome(self._send(COMMANDS, name, *arguments))

@@ -15,6 +15,7 @@ from deltafront.service.config import ServiceConfig
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.run import attempt
 from deltafront.service.tracing import Tracing
+from deltafront.workers.roles import DecodeWorker, Group
 
 from . import fakes
 from .inprocess import House, Loop, open_house, settings, write_model
@@ -138,7 +139,8 @@ def serve(kind: type[Served], folder: Path, **door: Any) -> Iterator[Served]:
         **door,
     )
     with running(config, _door_alone):
-        group, decode = _actor(fakes.GroupProcess, "prefill:g0"), _actor(fakes.DecodeProcess, "decode:d0")
+        group = _actor(Group, fakes.GroupProcess, "prefill:g0")
+        decode = _actor(DecodeWorker, fakes.DecodeProcess, "decode:d0")
         yield kind(group, decode, authority.ca)
 
 
@@ -148,12 +150,13 @@ def _door_alone(config: Any, scratch: Path) -> Any:
     return assemble(config, scratch)
 
 
-def _actor(kind: type, name: str) -> Any:
+def _actor(role: Any, kind: Any, name: str) -> Any:
     import ray
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(fakes)
     from deltafront.workers.messages.states import NAMESPACE
+    from deltafront.workers.remote import hosts
 
     options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 1000}
-    return ray.remote(kind).options(**options).remote(name)
+    return ray.remote(hosts(role)(kind)).options(**options).remote(name)

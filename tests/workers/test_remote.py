@@ -19,6 +19,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCa
 
 from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerLost
 from deltafront.service.fleet.ray_directory import worker_error
+from deltafront.workers import remote as workers_remote
 from deltafront.workers.messages.requests import PrefillFailed
 from deltafront.workers.messages.stages import HandoffFailed, RequestFailed
 from deltafront.workers.prefill.group.group import remote_stage
@@ -75,6 +76,44 @@ async def test_actor_calls_its_object_and_closes_abandoned_streams() -> None:
     assert await anext(stream) == 0
     await stream.aclose()
     assert actor.hosted.closed == 2
+
+
+async def test_stream_ends_once_its_caller_has_confirmed_it() -> None:
+    actor: Any = PlainActor()
+    events = actor.confirmed_stream("key", "prefill", 2)
+    assert [await anext(events) for _ in range(3)] == [0, 1, None]
+    assert actor.hosted.closed == 1, "it holds nothing while it waits"
+    end = asyncio.ensure_future(anext(events, "ended"))
+    await actor.confirm("another key")
+    await asyncio.sleep(0)
+    assert not end.done()
+    await actor.confirm("key")
+    assert await end == "ended"
+    assert not actor._unconfirmed, "nothing is kept of what has ended"
+
+
+async def test_failed_stream_raises_once_its_caller_has_confirmed_it() -> None:
+    actor: Any = PlainActor()
+    events = actor.confirmed_stream("key", "prefill", "no number")
+    assert await anext(events) is None
+    await actor.confirm("key")
+    with pytest.raises(TypeError, match="str"):
+        await anext(events)
+
+
+async def test_stream_of_a_lost_caller_ends_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_remote, "CONFIRM_S", 0.01)
+    actor: Any = PlainActor()
+    assert [event async for event in actor.confirmed_stream("key", "prefill", 2)] == [0, 1, None]
+    assert not actor._unconfirmed
+
+
+async def test_abandoned_stream_is_closed_at_once() -> None:
+    actor: Any = PlainActor()
+    events = actor.confirmed_stream("key", "prefill", 2)
+    assert await anext(events) == 0
+    await events.aclose()
+    assert actor.hosted.closed == 1 and not actor._unconfirmed
 
 
 class TwoParts:
@@ -147,18 +186,30 @@ class Method:
 
     def remote(self, *arguments: Any) -> Any:
         self.handle.sent.append((self.name, self.how, arguments))
-        return self._stream() if "num_returns" in self.how else self._reply()
+        return self._stream() if "num_returns" in self.how else self._reply(self.handle.outcome)
 
-    def _reply(self) -> Any:
+    def _reply(self, outcome: Any) -> Any:
         reply = asyncio.get_running_loop().create_future()
-        if isinstance(self.handle.outcome, Exception):
-            reply.set_exception(self.handle.outcome)
+        if isinstance(outcome, Exception):
+            reply.set_exception(outcome)
         else:
-            reply.set_result(self.handle.outcome)
+            reply.set_result(outcome)
         return reply
 
     async def _stream(self) -> AsyncIterator[Any]:
-        yield self._reply()
+        for outcome in (self.handle.outcome, None):
+            yield self._reply(outcome)
+
+
+@pytest.mark.parametrize("seen", [[7], [7, "ended"]], ids=["closed", "ended"])
+async def test_caller_confirms_a_stream_that_it_closes_or_that_ends(seen: list[Any]) -> None:
+    handle = Handle(7)
+    group: Any = remote(Group, "prefill:a", handle, partial(worker_error, "prefill:a"))
+    events = group.prefill("job")
+    assert [await anext(events, "ended") for _ in seen] == seen
+    await events.aclose()
+    (_, _, (key, *asked)), (name, _, confirmed) = handle.sent
+    assert (asked, name, confirmed) == (["prefill", "job"], "confirm", (key,))
 
 
 async def test_commands_are_sent_before_await_and_notices_use_another_queue() -> None:

@@ -28,6 +28,8 @@ from deltafront.workers.messages.requests import (
 from deltafront.workers.messages.stages import FirstLogits
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats
 from deltafront.workers.model.directory.model_files import ModelError
+from deltafront.workers.remote import remote
+from deltafront.workers.roles import DecodeWorker
 from deltafront.workers.settings import DecodeConfig, ModelSpec
 
 from ..tiny_model import make_tiny_model
@@ -35,6 +37,7 @@ from ..tiny_model import make_tiny_model
 NEW = 20
 FEW = 6
 """Tokens of an answer by two ranks. They wait for each other in every layer, which is slow on busy cores."""
+PATIENCE_S = 60.0
 HANG_S = 300.0
 """Maximum seconds to wait for an expected event, so that a failing test does not hang."""
 
@@ -239,6 +242,41 @@ async def test_cancelling_a_stream_frees_its_pages(cluster: Any, replica: Any, b
             assert stats.pages_free == stats.pages_total
     assert seen[-1].reason is FinishReason.CANCELLED
     assert seen[-1].completion_tokens < 900
+
+
+async def test_frozen_door_does_not_cost_the_worker(cluster: Any, replica: Any, bench: Any) -> None:
+    """A frozen process acknowledges nothing, like one whose node has lost its power. Ray does not notice it
+    in this test, and would block the worker's event loop at the end of the stream."""
+
+    @cluster.remote(num_cpus=0)
+    class Door:
+        async def ask(self, actor: Any, job: GenerateJob) -> int:
+            worker = remote(DecodeWorker, "decode", actor, lambda failure: RuntimeError(failure.message))
+            self.stream = worker.generate(job)
+            await anext(self.stream)
+            return os.getpid()
+
+    actor, name, run = replica.head, replica.name, await bench()
+    prompt = run.prefill([3] * 40)
+    await actor.reserve.remote(Reservation(request_id="frozen", owner="me", new_tokens=40, max_tokens=900))
+    for piece in run.pieces("frozen", prompt):
+        await actor.announce.remote(piece)
+    await actor.first_logits.remote(FirstLogits(request_id="frozen", logits=prompt.logits))
+    sampling = Sampling(max_tokens=900, ignore_eos=True)
+    door = Door.remote()  # Ray would end a door without a handle
+    pid = await door.ask.remote(actor, GenerateJob(request_id="frozen", sampling=sampling))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await actor.cancel.remote("frozen")
+            for _ in range(20):  # the stream ends meanwhile
+                stats = await actor.stats.remote()
+                await asyncio.sleep(0.05)
+            assert stats.pages_free == stats.pages_total
+            await replica.check_health()
+        assert replica.name == name and await actor.check.remote() == ""
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
 async def test_dead_actor_is_replaced_in_its_replica(cluster: Any, replica: Any) -> None:
