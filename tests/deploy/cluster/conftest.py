@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from .kube import (
     TOKEN,
     Kube,
     client_pod,
+    group_of,
     is_ready,
     small,
 )
@@ -104,17 +106,15 @@ class Deployed:
 
     def wait_until_whole(self) -> None:
         """Wait until every pod exists and is ready, for example after a fault."""
+        self.wait_until_ready()  # kubectl itself waits, and takes no CPU from the pods that start
         wanted = {"headgroup": 1, "door": 2, "prefill": 1, "decode": 1, "redis": 1}
 
         def whole() -> bool:
-            pods = {group: self.kube.pods(group, living=False) for group in wanted}
-            return all(
-                len(pods[group]) == count and all(map(is_ready, pods[group]))
-                for group, count in wanted.items()
-            )
+            pods = [(group_of(one), is_ready(one)) for one in self.kube.get("pods")]
+            found = Counter(group for group, _ in pods if group in wanted)
+            return found == wanted and all(ready for group, ready in pods if group in wanted)
 
         self.kube.until(whole, "all pods ready")
-        self.wait_until_ready()
 
     @contextmanager
     def load(self, what: str) -> Iterator[Load]:

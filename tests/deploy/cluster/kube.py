@@ -23,6 +23,8 @@ IMAGE, REDIS = "docker.io/library/deltafront:cpu", "docker.io/library/redis:7.4"
 ASKING = Path(__file__).with_name("asking.py")
 WAIT_S = 900.0
 """The longest wait for any event, long enough for a busy machine."""
+POLL_S = 2.0
+"""The pause between two looks at the cluster: kubectl takes CPU from the pods."""
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -77,7 +79,7 @@ class Kube:
             if time.monotonic() > deadline:
                 said = self("-n", NAMESPACE, "get", "pods,rayservice", "-o", "wide", check=False)
                 raise AssertionError(f"{what}: not after {seconds:.0f} s\n{said}\n{self.reason()}")
-            time.sleep(0.5)
+            time.sleep(POLL_S)
         return found
 
     def reason(self) -> str:
@@ -87,6 +89,12 @@ class Kube:
 
 def names(objects: list[Object]) -> set[str]:
     return {one["metadata"]["name"] for one in objects}
+
+
+def group_of(pod: Object) -> str:
+    """Return a pod's Ray group, or its role if it has none."""
+    labels = pod["metadata"].get("labels", {})
+    return str(labels.get("ray.io/group", labels.get("deltafront/role", "")))
 
 
 def is_ready(pod: Object) -> bool:
