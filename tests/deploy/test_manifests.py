@@ -352,8 +352,17 @@ def test_pods_are_drained_before_they_end(overlay: str) -> None:
 ELSEWHERE_S = {"door": 5, "prefill": 60, "decode": 60}
 """The least time for loading a replica elsewhere; 0 for doors, because each of their pods has one and no
 other has room."""
+RAY_STARTS_S = 60
+"""Time for a pod and Ray's node in it to start on a busy machine."""
 DRAINED = ("DIRECT_INGRESS", "PROXY")
 """The time in which a door and then its HAProxy leave, each after Serve's minimum."""
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_requests_outlast_the_replacement_of_an_only_pod(overlay: str) -> None:
+    """KubeRay makes the next pod after the end of the only one."""
+    load_s = max(ELSEWHERE_S.values())
+    assert settings(overlay).door.worker_wait_s >= 2 * (RAY_STARTS_S + load_s)
 
 
 def pre_stop(pod: Object) -> tuple[float, float]:
