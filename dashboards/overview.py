@@ -39,6 +39,7 @@ OUTCOMES = {
     "cancelled": "super-light-purple",
 }
 """Colours. Errors of the service are red."""
+LINES = {"completed": "green", "failed": "red"}
 
 
 def _burn(rule: str, window: str, budget: float) -> Query:
@@ -245,6 +246,13 @@ CALLERS = Row(
             "Calls of each caller by outcome. `resource_exhausted`: over its limits, or refused for load.",
             "reqps",
             [Query(rate("caller_requests_total", "caller, outcome"), "{{caller}}, {{outcome}}")],
+            columns=12,
+        ),
+        Panel(
+            "Lines of batches",
+            "Lines a second that batches have answered (`door.batches`). A failed one is in the error file.",
+            "short",
+            [Query(rate("batch_lines_total", "outcome"), "{{outcome}}", colour=LINES)],
             columns=12,
         ),
     ),

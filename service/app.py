@@ -30,6 +30,7 @@ from deltafront.service.fleet.scaling import GroupsByBacklog, WorkersByLoad
 from deltafront.service.listening import joined
 from deltafront.service.metrics import DIRECTORY_VARIABLE, Metrics
 from deltafront.service.wiring import (
+    batch_options,
     certificates,
     make_tracing,
     observer,
@@ -125,6 +126,7 @@ class DoorReplica(FrontDoor):
             origins=door.allowed_origins,
             response_store_bytes=door.response_store_bytes,
             elsewhere=self._response_elsewhere,
+            batches=batch_options(door, self._id, metrics.count_batch_lines),
             has_page=door.page and not (gate and door.tls_only),  # otherwise the page's calls are refused
         )
         self._exporter = Exporter(metrics, host, door.metrics_port)
@@ -136,6 +138,8 @@ class DoorReplica(FrontDoor):
             at, calls = joined(door.host, door.tls_port), _calls(door.max_requests)
             self._tls = TlsPort(self, files, gate, at, door.max_message_bytes, calls)
             await self._tls.start()
+        if self._http.batches is not None:
+            self._http.batches.start()
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
         """Cancel an owner's requests with this id at this door, on behalf of the door with id `door`. Return
@@ -179,6 +183,8 @@ class DoorReplica(FrontDoor):
         if self._tls is not None:
             await self._tls.stop(self._drain_s)
         self._exporter.stop()
+        if self._http.batches is not None:
+            await self._http.batches.stop()
         await self._requests.stop()
         await self._fleet.stop()
         with said_when_slow(lambda: "spans that are being sent"):

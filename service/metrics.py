@@ -30,6 +30,8 @@ RPCS = (
     "GetServerInfo",
     "Tokenize",
     "StoredResponse",
+    "Files",
+    "Batches",
 )
 _SECONDS = (
     0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5,
@@ -231,7 +233,12 @@ class Metrics:
         self._again = self._counter(
             "tokens_read_again_total", "Prompt tokens prefilled again because a worker died"
         )
+        self._batch_lines = self._counter(
+            "batch_lines_total", "Lines of batches by how they ended: completed, failed", "outcome"
+        )
         # Series begin at 0, so that a rate sees the first event.
+        for good in (True, False):
+            self.count_batch_lines(good, 0)
         for rpc in RPCS:
             for outcome in (FINISHED, *Code):
                 self._requests.labels(outcome, rpc)
@@ -253,6 +260,9 @@ class Metrics:
     def certificate(self, name: str, ends: float) -> None:
         """Set a certificate's expiry, in seconds since the epoch."""
         self._certificates.labels(name).set(ends)
+
+    def count_batch_lines(self, completed: bool, lines: int) -> None:
+        self._batch_lines.labels("completed" if completed else "failed").inc(lines)
 
     def count_replay(self) -> None:
         self._replays.inc()

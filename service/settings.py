@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from deltafront.workers.settings import Count, Labels, NonNegative, Positive
 from deltafront.workers.tracing import CONSOLE
@@ -23,6 +23,15 @@ Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
 """A web origin, such as https://chat.example.org; `*` for all."""
 File = Annotated[Path, AfterValidator(lambda path, info: Path((info.context or {}).get("folder", "")) / path)]
 """A relative path begins at the configuration file's folder."""
+
+
+def _place(given: str, info: ValidationInfo) -> str:
+    is_path = given and "://" not in given
+    return str(Path((info.context or {}).get("folder", "")) / given) if is_path else given
+
+
+Place = Annotated[str, AfterValidator(_place)]
+"""A path, relative to the configuration file's folder, or a URL that fsspec knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +115,14 @@ class DoorConfig:
     response_store_bytes: Annotated[int, Field(ge=0)] = 256 << 20
     """Memory of each door for conversations that `previous_response_id` continues. A door keeps them for an
     hour, or until newer ones need the room. 0: it keeps none."""
+    batches: Place = ""
+    """Where `/v1/files` and `/v1/batches` store: a folder that all doors share, or a URL for fsspec such as
+    s3://bucket/folder (with the package s3fs). Empty: both are off. Each service needs its own place."""
+    batch_store_bytes: Count = 64 << 30
+    """The most bytes in `batches`. One bearer token may use half, and never more than then stays free."""
+    batch_requests: Count = 16
+    """The most lines of batches that run at once. They have service tier `flex`, and count as requests of
+    their bearer token."""
     sampling_defaults: Literal["model", "neutral"] = "neutral"
     """The default of temperature, top_p, top_k and min_p. `model`: the values of the model's
     generation_config.json, as in vLLM. `neutral`: greedy."""

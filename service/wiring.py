@@ -13,6 +13,8 @@ from deltafront import __version__
 from deltafront.kernels.methods import PRESETS
 from deltafront.service.config import ConfigError, ServiceConfig
 from deltafront.service.door.auth import Authenticator, TokenFile
+from deltafront.service.door.batches.routes import BatchOptions
+from deltafront.service.door.batches.storage import Storage
 from deltafront.service.door.tls import Certificates, Gate, TlsFiles
 from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.fleet.fleet_view import FleetView
@@ -129,7 +131,7 @@ def request_handler(
     limits = _limits(settings, directory, model, profile, tokenizer.longest_token)
     about = _server_info(settings, model, profile, tokenizer.has_template, metrics_address)
     about = replace(about, default_sampling=SamplingParams(**vars(limits.default_sampling)))
-    return RequestHandler(resources, limits, authenticator(door, gate).caller, about, cancel_at_other_doors)
+    return RequestHandler(resources, limits, authenticator(door, gate), about, cancel_at_other_doors)
 
 
 def _limits(
@@ -244,6 +246,17 @@ def tls_files(door: DoorConfig) -> TlsFiles | None:
     return files
 
 
+def batch_options(door: DoorConfig, door_id: str, count: Callable[[bool, int], None]) -> BatchOptions | None:
+    """Return how a door serves batches; None if `door.batches` is empty. Raises ConfigError."""
+    if not door.batches:
+        return None
+    try:
+        storage = Storage(door.batches)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"door.batches = {door.batches!r}: {error}") from None
+    return BatchOptions(storage, door.batch_store_bytes, door.batch_requests, door_id, count)
+
+
 def span_sink(door: DoorConfig) -> SpanSink:
     return SpanSink(door.tracing, door.model_name)
 
@@ -261,6 +274,7 @@ def check_start(settings: ServiceConfig) -> None:
     ModelError."""
     authenticator(settings.door)
     tls_files(settings.door)
+    batch_options(settings.door, "", lambda _good, _lines: None)
     make_tracing(settings.door, "").stop()
     directory = Path(settings.model.path)
     model = checked_config(directory, settings.model.overrides)

@@ -123,6 +123,7 @@ HOMES = {
     "triton": "kernels",
     "transformers": "workers.model.decoder.rope_angles",
     "llguidance": "workers.model.grammars",
+    "fsspec": "service.door.batches.storage",
 }
 
 

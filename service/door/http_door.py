@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltafront.service.door.anthropic.answers import MESSAGES, count_tokens
+from deltafront.service.door.batches.routes import BatchDoor, BatchOptions
 from deltafront.service.door.edges.call import (
     KEEP_ALIVE_S,
     REQUEST_ID,
@@ -46,6 +47,10 @@ _ADVICE = {
     "/v1/embeddings": "this server generates text, and makes no embeddings",
     "/v1/audio/": "this server reads and writes text, and no audio",
     "/v1/images/": "this server reads and writes text, and no images",
+    **dict.fromkeys(
+        ("/v1/files/", "/v1/batches/"),
+        "files and batches are off: set door.batches to a folder, or to a URL such as s3://bucket/folder",
+    ),
     "/metrics/": "Prometheus metrics have a port of their own (door.metrics_port): see `deltafront info`",
 }
 """Advice for the beginnings of paths that are not served."""
@@ -62,6 +67,7 @@ class HttpDoor:
         response_store_bytes: Bytes of responses that are kept for `previous_response_id`.
         elsewhere: Finds responses that other doors keep.
         has_page: True if `/` serves a web page.
+        batches: How to serve files and batches; None: they are not served.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class HttpDoor:
         response_store_bytes: int = 1 << 28,
         elsewhere: Elsewhere = nowhere_else,
         has_page: bool = True,
+        batches: BatchOptions | None = None,
     ) -> None:
         answer_http_1_0_without_chunks()
         self._requests = requests
@@ -88,6 +95,9 @@ class HttpDoor:
             UnaryCall(edge, requests, max_body_bytes, rpc="Tokenize", work=work)
             for edge, work in ((MESSAGES, count_tokens), (TEXT, tokenize), (TEXT, detokenize))
         )
+        of_lines = {"/v1/chat/completions": chat, "/v1/completions": text, "/v1/responses": responses}
+        batch_door = None if batches is None else BatchDoor(batches, requests, of_lines, max_body_bytes)
+        self.batches = None if batch_door is None else batch_door.runner
         self.app: ASGIApp = Starlette(
             routes=[
                 Route("/v1/models", self._models),
@@ -98,6 +108,7 @@ class HttpDoor:
                 Route("/v1/responses/{response_id}", self._response, methods=["GET", "DELETE"]),
                 Route("/v1/messages", messages, methods=["POST"]),
                 Route("/v1/messages/count_tokens", count, methods=["POST"]),
+                *(batch_door.routes() if batch_door else []),
                 Route("/tokenize", tokens, methods=["POST"]),
                 Route("/detokenize", words, methods=["POST"]),
                 Route("/health", self._health),
@@ -145,9 +156,12 @@ class HttpDoor:
             raise UnknownModel(wanted, info.model)
         return JSONResponse(model_card(info, self._started))
 
-    async def _models_error(self, _request: Request, error: Exception) -> Response:
+    async def _models_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, DeltafrontError)
-        return _error_response(error, self._requests.positions)
+        response = _error_response(error, self._requests.positions)
+        if request.method == "POST":  # no client waits for the rest of an upload
+            response.headers["connection"] = "close"
+        return response
 
     async def _info(self, request: Request) -> ServerInfo:
         headers, request_id = request.headers.items(), request_id_of(request)
@@ -176,8 +190,10 @@ async def _not_served(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, code = request.url.path, None
     if error.status_code == 404:
-        served = ", ".join(route.path for route in request.app.routes)
-        advice = (said for begin, said in _ADVICE.items() if f"{path}/".startswith(begin))
+        paths = dict.fromkeys(route.path for route in request.app.routes)
+        served = ", ".join(paths)
+        unserved = (one for one in _ADVICE.items() if one[0].rstrip("/") not in paths)
+        advice = (said for begin, said in unserved if f"{path}/".startswith(begin))
         hint = next(advice, f"there are {served}")
         message, code = f"{request.method} {path} is not served here: {hint}", "unknown_url"
     elif error.status_code == 405:

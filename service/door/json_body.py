@@ -78,7 +78,7 @@ class BodyRules:
     def read(self, kind: type[_F], body: bytes, model: str, max_values: int = 0) -> _F:
         """Parse a body as a `kind`. Raises InvalidArgument, or UnknownModel if the body names another
         model."""
-        content = _json_object(body, max_values or MAX_VALUES)
+        content = json_object(body, max_values or MAX_VALUES)
         self._check_sizes(content)
         given = {
             name: value for name, value in content.items() if value is not None and name not in self.labels
@@ -116,7 +116,8 @@ def show(value: object) -> str:
     return shown(value) if isinstance(value, str) else cut(repr(value), _LONGEST_NAME)
 
 
-def _json_object(body: bytes, max_values: int) -> dict[str, Any]:
+def json_object(body: bytes, max_values: int) -> dict[str, Any]:
+    """Parse a JSON object of a bounded number of values. Raises InvalidArgument."""
     _check_values(body, max_values)
     try:
         content = from_json(body, allow_inf_nan=False)

@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
+from typing import Protocol
 
 from deltafront.service.errors import (
     Cancelled,
@@ -51,10 +52,16 @@ _TEXTS = 4
 """Memory for texts that wait to be tokenised, as a multiple of the longest message."""
 Headers = Iterable[tuple[str, str | bytes]]
 """gRPC's metadata or HTTP's headers."""
-Authenticate = Callable[[Headers], Caller]
-"""Finds the caller. Raises Unauthenticated."""
 CancelAtOtherDoors = Callable[[str, str], Awaitable[int]]
 """Takes an owner and a request id. Returns how many requests it cancelled."""
+
+
+class Authenticates(Protocol):
+    """Finds callers. Both methods raise Unauthenticated."""
+
+    def caller(self, metadata: Headers) -> Caller: ...
+
+    def caller_of(self, owner: str) -> Caller: ...
 
 
 async def no_other_doors(_owner: str, _request_id: str) -> int:
@@ -68,13 +75,14 @@ class RequestHandler:
         self,
         resources: Resources,
         limits: Limits,
-        authenticate: Authenticate,
+        authenticator: Authenticates,
         info: ServerInfo,
         cancel_at_other_doors: CancelAtOtherDoors = no_other_doors,
     ) -> None:
         self._resources = resources
         self._limits = limits
-        self._authenticate = authenticate
+        self._authenticator = authenticator
+        self.caller_of = authenticator.caller_of
         self._info = info
         self._cancel_at_other_doors = cancel_at_other_doors
         self.text_budget = TextBudget(_TEXTS * resources.settings.max_message_bytes)
@@ -123,7 +131,7 @@ class RequestHandler:
         Any thread may call it. Raises Unauthenticated, and audits the refused request.
         """
         try:
-            return self._authenticate(headers).owner
+            return self._authenticator.caller(headers).owner
         except Unauthenticated as error:
             self._resources.metrics.ended(rpc, error.code.value, 0.0)
             Audit(rpc).write(error.code.value, 0.0)
@@ -131,7 +139,14 @@ class RequestHandler:
 
     @contextlib.asynccontextmanager
     async def accept(
-        self, rpc: str, headers: Headers, *, request_id: str = "", size: int = 0, counted: bool = True
+        self,
+        rpc: str,
+        headers: Headers,
+        *,
+        request_id: str = "",
+        size: int = 0,
+        counted: bool = True,
+        known: Caller | None = None,
     ) -> AsyncIterator[Accepted]:
         """Accept a request, possibly before its message has arrived, for a `with` block. Audit it once at the
         end.
@@ -141,6 +156,7 @@ class RequestHandler:
             request_id: The unchecked id, for the audit log.
             size: Bytes that have arrived. For further bytes, call `text.grow`.
             counted: True if it counts against the caller's quota of requests.
+            known: The caller, if it is known without headers.
 
         Raises:
             Unauthenticated, Overloaded
@@ -166,7 +182,7 @@ class RequestHandler:
                 trace.conclude(audit.write(name, seconds), name, clock.intervals)
 
         try:
-            caller = self._authenticate(headers)
+            caller = known or self._authenticator.caller(headers)
             audit.token = caller.name
             callers = self._resources.callers
             use = await callers.request(caller) if counted else callers.uncounted(caller)

@@ -18,3 +18,7 @@ class ServiceTier(StrEnum):
     def rank(self) -> int:
         """Return 0 for the best tier."""
         return list(ServiceTier).index(self)
+
+
+LOWEST = ServiceTier.FLEX
+"""The service tier of batches."""

@@ -23,13 +23,15 @@ from deltafront.service.door.edges.errors import headers_of, rate_headers, statu
 from deltafront.service.door.edges.parts import AnswerSplitter, answer_splitters, reasoning_first
 from deltafront.service.door.http_stream import EventStream, until_disconnect
 from deltafront.service.door.json_body import NotJson
-from deltafront.service.errors import Cancelled, DeltafrontError, Overloaded, TooSlow
+from deltafront.service.errors import Cancelled, DeltafrontError, InvalidArgument, Overloaded, TooSlow
 from deltafront.service.request.answers import ChoiceEvent, RequestEvent
+from deltafront.service.request.callers import Caller
 from deltafront.service.request.calls import CompletionRequest, GenerateRequest
 from deltafront.service.request.check import is_request_id
 from deltafront.service.request.context import Accepted
 from deltafront.service.request.handler import RequestHandler
 from deltafront.workers.messages.events import Progress
+from deltafront.workers.messages.service_tiers import LOWEST
 
 KEEP_ALIVE_S = 5.0
 """The longest silence of a stream."""
@@ -108,9 +110,7 @@ class EdgeCall:
 
     async def _serve(self, exchange: Exchange, accepted: Accepted) -> None:
         asked = await self._read(await self.body(exchange, accepted), accepted.caller.owner)
-        generate = replace(asked.request, request_id=exchange.request_id)
-        if self.edge.splits and self.requests.marks_reasoning:
-            generate = reasoning_first(generate)
+        generate = self._request(asked, exchange.request_id)
         exchange.answering = answering = await self._answering(asked, generate, accepted.text.size)
         stream, progress = asked.stream, asked.include_progress
         events = self.requests.run(accepted, generate)
@@ -126,6 +126,28 @@ class EdgeCall:
                 await exchange.stream.end()
             else:
                 await exchange.respond(await _answer(answering, watched))
+
+    async def answer(self, caller: Caller, body: bytes, request_id: str) -> Json:
+        """Answer a body that no client waits for, at the lowest service tier. Raises DeltafrontError."""
+        async with self.requests.accept(self.rpc, (), request_id=request_id, known=caller) as accepted:
+            self._check_length(len(body))
+            accepted.text.grow(len(body))
+            asked = await self._read(body, caller.owner)
+            if asked.stream:
+                raise InvalidArgument("stream", "is not for batches: leave it out")
+            generate = replace(self._request(asked, request_id), service_tier=LOWEST)
+            answering = await self._answering(asked, generate, accepted.text.size)
+            try:
+                async with contextlib.aclosing(self.requests.run(accepted, generate)) as events:
+                    return await _answer(answering, events)
+            except DeltafrontError as error:
+                answering.fail(error)
+                raise
+
+    def _request(self, asked: Asked, request_id: str) -> GenerateRequest:
+        generate = replace(asked.request, request_id=request_id)
+        reasons = self.edge.splits and self.requests.marks_reasoning
+        return reasoning_first(generate) if reasons else generate
 
     async def _answering(self, asked: Asked, request: GenerateRequest, size: int) -> Answering:
         count = request.answers if isinstance(request, CompletionRequest) else 1

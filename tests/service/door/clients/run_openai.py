@@ -1,8 +1,9 @@
-"""OpenAI's Python client: chat, Responses, tools, parsed answers."""
+"""OpenAI's Python client: chat, Responses, tools, parsed answers, batches."""
 
 from __future__ import annotations
 
 import json
+import time
 
 import openai
 import pydantic
@@ -81,6 +82,24 @@ def responses_with_tools() -> None:
 def responses_parse() -> None:
     parsed = client.responses.parse(model=MODEL, input=QUESTION, text_format=Weather)
     assert parsed.output_parsed == Weather(**ARGUMENTS)
+
+
+@case
+def batch_of_chats() -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+    content = json.dumps({**line, "body": {"model": MODEL, "messages": ASKED}}).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    until = time.monotonic() + 60
+    while (batch := client.batches.retrieve(batch.id)).status != "completed":
+        assert time.monotonic() < until, batch
+        time.sleep(0.1)
+    answer = json.loads(client.files.content(batch.output_file_id).text)
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == ANSWER
+    assert [one.id for one in client.batches.list()] == [batch.id]
+    assert client.files.delete(file.id).deleted
 
 
 @case

@@ -10,11 +10,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from deltafront.service.door.batches.routes import BatchOptions
+from deltafront.service.door.batches.storage import Storage
+from deltafront.service.door.http_door import HttpDoor
 
 from ...fakes import EOS, FakeDecode
 from ...inprocess import House, settings
@@ -80,6 +84,19 @@ def house(make_house: Callable[..., House], tmp_path: Path) -> House:
     house.decode.__class__ = ScriptedDecode
     house.decode.total = house.group.total = 1 << 14
     return house
+
+
+@pytest.fixture
+def address(
+    house: House, make_http: Callable[..., str], http_doors: list[HttpDoor], tmp_path: Path
+) -> Iterator[str]:
+    options = BatchOptions(Storage(str(tmp_path)), 1 << 24, 4, "one", house.metrics.count_batch_lines)
+    made = make_http(house, batches=options)
+    runner = http_doors[-1].batches
+    assert runner is not None
+    house.loop.loop.call_soon_threadsafe(runner.start)
+    yield made
+    house.loop.run(runner.stop())
 
 
 @pytest.mark.long
