@@ -221,7 +221,6 @@ def test_error_of_an_unknown_attention_method_names_the_served_ones(api: openai.
 
 def test_unknown_paths_get_an_openai_error_object(address: str) -> None:
     said = {
-        ("POST", "/v1/images/generations"): (404, "is not served here: there are /v1/models, "),
         ("POST", "/v1/batches"): (404, "files and batches are off: set door.batches to a folder"),
         ("POST", "/v1/embeddings/"): (404, "makes no embeddings"),
         ("GET", "/metrics"): (404, "door.metrics_port"),
