@@ -81,9 +81,12 @@ class ServiceConfig(BaseModel):
 
     @property
     def compiled_prefill(self) -> PrefillConfig:
-        """Section `prefill`, with the default attention among the methods to warm up if there are any."""
+        """Section `prefill`. The methods to warm up, if there are any, include the default attention, unless
+        no prompt is long enough for it."""
         default, given = self.default_attention, self.prefill.warm_up
-        return replace(self.prefill, warm_up=(*given, {default.method: default.options}) if given else ())
+        if not given or default.options.get("min_tokens", 0) >= self.prefill.cache_tokens:
+            return self.prefill
+        return replace(self.prefill, warm_up=(*given, {default.method: default.options}))
 
     @property
     def recompute_blocks(self) -> int:

@@ -99,13 +99,18 @@ def test_default_attention_follows_profile_and_configuration(
 
 
 @pytest.mark.parametrize(
-    ("warm_up", "compiled"),
-    [([], []), (["dense"], [("dense", {}), ("dpxa+delta", UNMEASURED.options)])],
+    ("warm_up", "cache_tokens", "compiled"),
+    [
+        ([], 131_072, []),
+        (["dense"], 131_072, [("dense", {}), ("dpxa+delta", UNMEASURED.options)]),
+        (["dense"], 65_536, [("dense", {})]),
+    ],
 )
-def test_stages_warm_up_the_default_attention_too(
-    warm_up: list[str], compiled: list[tuple[str, Any]]
+def test_stages_warm_up_the_default_attention_if_a_prompt_can_get_it(
+    warm_up: list[str], cache_tokens: int, compiled: list[tuple[str, Any]]
 ) -> None:
-    assert parse(content("prefill", warm_up=warm_up)).compiled_prefill.warmed_up == compiled
+    config = parse(content("prefill", warm_up=warm_up, cache_tokens=cache_tokens))
+    assert config.compiled_prefill.warmed_up == compiled
 
 
 def content(section: str = "", **values: Any) -> dict[str, Any]:
