@@ -124,8 +124,9 @@ class DecoderLayer:
     def _gated(self, residual: Residual, out_TO: torch.Tensor) -> torch.Tensor:
         """Multiply the output of attention by its gate, if it has one."""
         gate, normed = self._attention.gate, residual.normed
-        if gate is None or normed is None:
+        if gate is None:
             return out_TO
+        assert normed is not None, "`_projected` keeps it for a gate"
         residual.normed = normed if self.config.parallel else None
         return out_TO * gate(normed).sigmoid()
 
