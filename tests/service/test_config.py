@@ -133,6 +133,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("prefill", {"stages": 0}, "prefill.stages = 0: must be greater than or equal to 1"),
         ("prefill", {"warm_up": ["dense", "dpax"]}, "prefill.warm_up: unknown attention method 'dpax'"),
         ("prefill", {"warm_up": ["flex+delta"]}, "prefill.warm_up: flex+delta reads whole prompts only"),
+        ("prefill", {"method_options": {"dpxa": {"density": 0.1}}}, "prefill.unmeasured: "),
         ("prefill", {"warm_up": [{"dpxa": {"anchors": 8}}]}, "prefill.warm_up: dpxa has no option 'anchors'"),
         (
             "prefill",
