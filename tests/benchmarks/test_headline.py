@@ -10,6 +10,9 @@ import pytest
 from deltafront.benchmarks import headline
 from deltafront.benchmarks.accuracy.tables import EMBEDDED, embedded
 from deltafront.benchmarks.tables import RESULTS, TABLES
+from deltafront.service.config import RECOMPUTED, UNMEASURED
+from deltafront.workers.evaluation.planner import SETTINGS
+from deltafront.workers.evaluation.setting import Setting, split_method
 
 
 def results(name: str) -> dict[str, Any]:
@@ -56,3 +59,9 @@ def test_accuracy_table_begins_with_untuned_documents() -> None:
     first, *others = embedded(*map(results, EMBEDDED)).splitlines()[2:]
     assert "nothing was tuned on" in first
     assert any("set A" in line for line in others) and any("set B" in line for line in others)
+
+
+def test_timed_and_evaluated_default_is_that_of_the_service() -> None:
+    options = {name: value for name, value in UNMEASURED.options.items() if name != "min_tokens"}
+    assert split_method(headline.DEFAULT) == (UNMEASURED.method, options)
+    assert Setting(headline.DEFAULT, RECOMPUTED) == Setting.parse(SETTINGS[0])
