@@ -251,8 +251,7 @@ class DecodeRequest:
 
     @property
     def layers_to_read(self) -> range:
-        """The layers that the request's next prefill step (the first of `reads`) computes; empty until their
-        KV has arrived."""
+        """The layers of the first of `reads`, the next prefill step; empty until their KV has arrived."""
         return next_layers(self.layers_read, self.layers - self.pages.layers_coming, self.layers)
 
     @property

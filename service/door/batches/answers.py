@@ -1,4 +1,4 @@
-"""What a batch has answered, in parts. Object storage cannot append to a file, so each part is a file.
+"""A batch's answers, stored in parts. Object storage cannot append to a file, so each part is a file.
 
 A part has lines of `NUMBER OUTCOME JSON`: the line of the input, from 0 on, `+` or `-`, and a line of the
 output or the error file.
