@@ -26,8 +26,9 @@ _FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, 
 """Exceptions that a template may raise for messages that its author did not expect."""
 
 
-_CPU_S, _MEMORY = 5, 2 << 30
-"""CPU seconds and bytes of memory that `check_template` allows. Ordinary templates take milliseconds."""
+_CPU_S, _MEMORY = 5, 256 << 20
+"""CPU seconds and bytes of memory that `check_template` allows. Ordinary templates take milliseconds
+and a few MiB. Filling the memory takes far less than the time, even where new pages are slow."""
 _LIMITS = {resource.RLIMIT_CPU: _CPU_S, resource.RLIMIT_AS: _MEMORY, resource.RLIMIT_CORE: 0}
 _SAMPLES = (
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
@@ -125,7 +126,7 @@ def _check_in_bounds(source: str, variables: Mapping[str, Any]) -> str:
     except RecursionError:
         return "it nests too deeply"
     except (MemoryError, OverflowError):
-        return f"a short conversation takes more than {_MEMORY >> 30} GiB of memory to render"
+        return f"a short conversation takes more than {_MEMORY >> 20} MiB of memory to render"
     return ""
 
 
