@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from ray.autoscaler._private.kuberay import node_provider
 
 from .manifests import Object, container, of_kind, ray_service, with_component
 from .test_manifests import validated
-from .test_redis import free_port
 
 OVERLAY = "pd-8b"
 
@@ -30,8 +28,6 @@ def test_autoscaling_component_changes_only_the_numbers_of_pods(tmp_path: Path) 
     options = cluster.pop("autoscalerOptions")
     assert options["version"] == "v2" and options["idleTimeoutSeconds"] >= 60
     assert cluster["headGroupSpec"]["template"]["spec"]["volumes"].pop()["name"] == "service-account"
-    waits = cluster["headGroupSpec"]["template"]["spec"]["initContainers"].pop(1)
-    assert waits["name"] == "wait-for-kubernetes" and waits["image"] == "deltafront:gpu"
     most = {}
     for group, before in zip(
         cluster["workerGroupSpecs"], plain["rayClusterConfig"]["workerGroupSpecs"], strict=True
@@ -64,33 +60,36 @@ def test_only_the_autoscaler_has_a_service_account_token(tmp_path: Path) -> None
 def test_the_autoscaler_is_a_valid_container(tmp_path: Path) -> None:
     cluster = autoscaled(tmp_path)["rayClusterConfig"]
     spec = copy.deepcopy(cluster["headGroupSpec"]["template"]["spec"])
-    own = ("env", "resources", "securityContext", "volumeMounts")
+    own = ("args", "command", "env", "resources", "securityContext", "volumeMounts")
     options = {name: cluster["autoscalerOptions"][name] for name in own}
     spec["containers"].append({"name": "autoscaler", "image": "x"} | options)
     validated([{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}], tmp_path)
     assert options["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-def test_the_autoscaler_and_the_cleanup_of_redis_reach_kubernetes(tmp_path: Path) -> None:
-    """KubeRay's cleanup Job copies the head's init containers, one of which waits for Kubernetes' API."""
+def test_only_the_head_reaches_kubernetes(tmp_path: Path) -> None:
     policies = of_kind(with_component(OVERLAY, "autoscaling", tmp_path), "NetworkPolicy")
     (policy,) = [one["spec"] for one in policies if one["metadata"]["name"] == "deltafront-autoscaler"]
-    (among,) = policy["podSelector"]["matchExpressions"]
-    assert (among["key"], set(among["values"])) == ("ray.io/node-type", {"head", "redis-cleanup"})
+    assert policy["podSelector"]["matchLabels"]["ray.io/node-type"] == "head"
     assert {one["port"] for rule in policy["egress"] for one in rule["ports"]} == {443, 6443}
 
 
-def test_the_head_waits_until_it_reaches_kubernetes(tmp_path: Path) -> None:
-    """The head's containers are never restarted, and the autoscaler exits if it cannot reach the API."""
-    head = autoscaled(tmp_path)["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
-    command = head["initContainers"][1]["command"]
-    port = free_port()
-    place = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(port)}
-    waiting = subprocess.Popen(
-        command, env={"PATH": "/usr/bin:/bin"} | place, stdout=subprocess.PIPE, text=True
+def test_an_autoscaler_that_fails_starts_again(tmp_path: Path) -> None:
+    """It exits if Kubernetes' API does not answer, and KubeRay restarts none of the head's containers."""
+    options = autoscaled(tmp_path)["rayClusterConfig"]["autoscalerOptions"]
+    command = [*options["command"], *options["args"]]
+    assert "$(RAY_CLUSTER_NAME)" in command[-1] and "$(RAY_CLUSTER_NAMESPACE)" in command[-1]
+    command[-1] = command[-1].replace("$(RAY_CLUSTER_NAME)", "one").replace("$(RAY_CLUSTER_NAMESPACE)", "two")
+    ray, once = tmp_path / "ray", tmp_path / "once"
+    ray.write_text(f'#!/bin/sh\necho "$@"\ntest -e {once} && exec sleep 300\ntouch {once}; exit 3\n')
+    ray.chmod(0o755)
+    running = subprocess.Popen(
+        command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, stdout=subprocess.PIPE, text=True
     )
-    assert waiting.stdout is not None
-    line = waiting.stdout.readline()
-    assert line == f"waits for Kubernetes' API at 127.0.0.1:{port}: Connection refused\n"
-    with socket.create_server(("127.0.0.1", port)):
-        assert waiting.wait(60) == 0
+    assert running.stdout is not None
+    started = "kuberay-autoscaler --cluster-name one --cluster-namespace two\n"
+    said = [running.stdout.readline() for _ in range(3)]
+    assert said == [started, "the autoscaler ended with code 3, starts again in 5 s\n", started]
+    running.terminate()
+    assert running.wait(60) == 0
+    assert running.stdout.read() == "", "the autoscaler has ended, too"
