@@ -69,9 +69,11 @@ def beside_a_long_prompt() -> list[Caller]:
 def mixed() -> Mapping[str, list[Caller]]:
     """Plan the mixed loads by name."""
     return {
+        "1x131072": together(1, 131_072, 16),
         "10x32768": together(10, 32_768, 128),
         "64x2048": together(64, 2048, 128),
         "16x8192": together(16, 8192, 256),
+        "32x8192": together(32, 8192, 512),
         "beside_131072": beside_a_long_prompt(),
     }
 

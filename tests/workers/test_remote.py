@@ -129,7 +129,7 @@ class TwoParts:
         self.begun.append(command)
 
         def end() -> str:
-            assert self.go.wait(20)
+            assert self.go.wait(60)
             if command == "broken":
                 raise ValueError("broken")
             return f"{command} has ended"

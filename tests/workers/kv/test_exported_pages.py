@@ -239,4 +239,4 @@ class Event:
         self.happened = threading.Event()
 
     def synchronize(self) -> None:
-        assert self.happened.wait(20)
+        assert self.happened.wait(60)

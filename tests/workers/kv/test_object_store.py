@@ -210,7 +210,7 @@ def test_slow_outbox_delays_a_chunks_report_but_not_the_stage() -> None:
 
     class Slow(Box):
         def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
-            assert let_go.wait(20)
+            assert let_go.wait(60)
             super().send_kv(delivery, announcement)
 
     box = Slow()

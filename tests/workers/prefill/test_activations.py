@@ -174,7 +174,7 @@ class OneProcess:
         return self
 
     def synchronize(self) -> None:
-        assert self.happened.wait(20)
+        assert self.happened.wait(60)
 
 
 def neighbours(*memory: OneProcess) -> list[PeerActivations]:
