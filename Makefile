@@ -91,7 +91,7 @@ check: dev
 	mkdir -p $(LINK) && ln -sfn "$(CURDIR)" $(LINK)/deltafront
 	cd $(LINK) && MYPYPATH="$(CURDIR)/$(LINK)" "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
 	  --cache-dir "$(CURDIR)/.mypy_cache" -p deltafront.kernels -p deltafront.workers -p deltafront.service \
-	  -p deltafront.dashboards -p deltafront.benchmarks
+	  -p deltafront.dashboards -p deltafront.benchmarks -p deltafront.tests
 	$(BIN)/pytest tests/test_imports.py tests/test_generated.py tests/test_documents.py tests/test_names.py -q
 
 proto: dev

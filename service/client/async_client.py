@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
@@ -51,7 +51,7 @@ class AsyncDeltafrontClient:
         self._connection = Connection(grpc.aio, address, token, tls)
         self._stub: Any = pb_grpc.DeltafrontServiceStub(self._connection.channel)  # type: ignore[no-untyped-call]
 
-    async def __aenter__(self) -> AsyncDeltafrontClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_exception: object) -> None:

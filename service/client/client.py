@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 
@@ -60,7 +60,7 @@ class DeltafrontClient:
         self._connection = Connection(grpc, address, token, tls)
         self._stub: Any = pb_grpc.DeltafrontServiceStub(self._connection.channel)  # type: ignore[no-untyped-call]
 
-    def __enter__(self) -> DeltafrontClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exception: object) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from deltafront.benchmarks import reader
-from deltafront.kernels.methods import load
+from deltafront.kernels.methods import MethodSpec, load
+from deltafront.workers.prefill.stage import warm_up as prefill_warm_up
 
 load("deltafront.benchmarks.whole_prompt.methods")
 
@@ -18,10 +19,10 @@ def test_whole_prompt_methods_are_not_warmed_up_in_chunks(
 ) -> None:
     warmed: list[str] = []
 
-    def warm_up(_stack: object, methods: list[reader.MethodSpec], _chunk: int, _profile: object) -> None:
+    def warm_up(_stack: object, methods: list[MethodSpec], _chunk: int, _profile: object) -> None:
         warmed.extend(method.name for method in methods)
 
-    monkeypatch.setattr(reader.prefill_warm_up, "warm_up", warm_up)
+    monkeypatch.setattr(prefill_warm_up, "warm_up", warm_up)
     methods = ["dense", "flex:gamma_flex=0.8", "vertical_slash+delta", "xattention:share=0.1"]
     reader.warm_up(SimpleNamespace(device=torch.device("cuda")), methods, 4096)  # type: ignore[arg-type]
     assert warmed == ["dense", "xattention"]

@@ -16,7 +16,7 @@ import pytest
 import typer
 import yaml
 from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]
 
 from deltafront.service import app
 from deltafront.service.cli import main as cli

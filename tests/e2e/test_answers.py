@@ -20,9 +20,7 @@ from .wire import Answer, Wire, method, packed, text
 GREEDY = pb.SamplingOptions(temperature=0, max_tokens=64, ignore_eos=True)
 
 
-def ask(
-    wire: Wire, session: str, question: str, selection: pb.PageSelection.ValueType, tokens: int = 48
-) -> Answer:
+def ask(wire: Wire, session: str, question: str, selection: pb.PageSelection, tokens: int = 48) -> Answer:
     sampling = pb.SamplingOptions(max_tokens=tokens, stop=["."])
     return wire.generate(
         pb.GenerateRequest(

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import islice
+from typing import Any
 
 import grpc
 import psutil
@@ -153,7 +154,7 @@ def test_a_dead_api_servers_requests_and_sessions_are_dropped(
     wait_for_two_doors(service)
 
 
-def streams_at_both_doors(service: LocalService, request: pb.GenerateRequest) -> list[grpc.Call]:
+def streams_at_both_doors(service: LocalService, request: pb.GenerateRequest) -> list[Any]:
     """Begin four answers, two at each door."""
     until = time.monotonic() + PATIENCE_S
     while True:
@@ -171,7 +172,7 @@ def streams_at_both_doors(service: LocalService, request: pb.GenerateRequest) ->
             stream.cancel()
 
 
-def end_of(stream: grpc.Call) -> grpc.RpcError:
+def end_of(stream: Iterator[object]) -> grpc.RpcError:
     try:
         for _response in stream:
             pass

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -66,8 +66,8 @@ class Wire:
                 return response.result
         raise AssertionError("Prefill ended without a result")
 
-    def start(self, request: pb.GenerateRequest, timeout: float = 600) -> Iterator[pb.GenerateResponse]:
-        """Start a call, and return gRPC's stream, which has .cancel()."""
+    def start(self, request: pb.GenerateRequest, timeout: float = 600) -> Any:
+        """Start a call, and return gRPC's stream of responses, which has .cancel()."""
         request.skip_cache = request.skip_cache or not request.cache_salt
         return self.stub.Generate(request, metadata=self.metadata, timeout=timeout)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from triton import cdiv as tritons_cdiv
 from triton import next_power_of_2 as tritons_power
 
@@ -61,7 +62,7 @@ class Function:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
-    monkeypatch.setattr(launches.triton.runtime, "driver", driver)
+    monkeypatch.setattr(triton.runtime, "driver", driver)
     return Launcher(Function())
 
 

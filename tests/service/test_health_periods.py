@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.serve._private import constants as serve_constants
 from ray.serve._private.haproxy import HAProxyApi
 

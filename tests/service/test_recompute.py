@@ -78,8 +78,8 @@ def test_model_without_a_profile_prefills_short_prompts_densely(
 ) -> None:
     house = make_house(settings(model, default_method=""))
     with DeltafrontClient(house.address) as client:
-        for named in ({}, SPARSE):
-            collect(client.generate(PROMPT, max_tokens=2, skip_cache=True, **named))
+        for asked in ({}, SPARSE):
+            collect(client.generate(PROMPT, max_tokens=2, skip_cache=True, **asked))
         assert client.info().default_method == "dpxa+delta"
     unnamed, named = (job.method for job in house.group.jobs)
     assert (unnamed.name, unnamed.values["share"]) == ("dpxa+delta", 0.1)

@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from fake_gpu import DEVICE, FakeGpu, fake_gpu
+from fake_gpu import DEVICE, FakeGpu, fake_gpu  # type: ignore[import-not-found]
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.workers.decode.decode_attention import plan_layers

@@ -68,7 +68,7 @@ class PlainActor:
 
 
 async def test_actor_calls_its_object_and_closes_abandoned_streams() -> None:
-    actor = PlainActor()
+    actor: Any = PlainActor()
     assert await actor.stats() == "well"
     assert [number async for number in actor.prefill(3)] == [0, 1, 2]
     assert actor.hosted.closed == 1

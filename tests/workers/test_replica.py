@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from deltafront.workers import replica as module
@@ -61,7 +62,7 @@ class Owner(Replica):
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     actors: list[Any] = []
-    monkeypatch.setattr(module.ray, "kill", actors.append)
+    monkeypatch.setattr(ray, "kill", actors.append)
     monkeypatch.setattr(module, "HEAD_PATIENCE_S", 0.01)
     return actors
 

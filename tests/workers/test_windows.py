@@ -21,7 +21,6 @@ from deltafront.workers.calibration import delta_layer_search, delta_layers
 from deltafront.workers.calibration.method_levels import method_levels
 from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.calibration.tiles import tiles_read
-from deltafront.workers.decode import runner as runner_module
 from deltafront.workers.decode.decode_attention import LayerRole, PageSelectionError, plan_layers
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.runner import DecodeRunner
@@ -30,6 +29,7 @@ from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.requests import PrefillJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.recompute import BlockAttention
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.prefill.group.chunks import ModelWork
 from deltafront.workers.prefill.stage.warm_up import first_of_kinds
@@ -214,7 +214,7 @@ def test_only_full_attention_layers_choose_blocks_to_recompute(
 ) -> None:
     """Layers with windows attend most to the blocks next to the question, whatever it asks."""
     looked: list[torch.Tensor] = []
-    monkeypatch.setattr(runner_module.BlockAttention, "add", lambda _self, q_THD, _k: looked.append(q_THD))
+    monkeypatch.setattr(BlockAttention, "add", lambda _self, q_THD, _k: looked.append(q_THD))
     runner, pages, ids = runner_of(load_model(spec_of(model), "cpu")), tuple(range(50)), ids_of(TOKENS, 4)
     runner.append(pages, Read(0, ids[:640]), last=False)
     runner.append(pages, Read(640, ids[640:], select_blocks=2, select_among=640), last=True)

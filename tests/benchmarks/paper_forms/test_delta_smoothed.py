@@ -15,7 +15,7 @@ from deltafront.tests.reference.attention import reference_attention
 
 load("deltafront.benchmarks.paper_forms.methods")
 
-FORMS = {
+FORMS: dict[str, dict[str, float]] = {
     "the correction itself": {},
     "interpolation": {"linear": 1},
     "EMA": {"alpha": 0.5},

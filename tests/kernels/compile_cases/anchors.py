@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deltafront.kernels.selectors.anchors import hopper_launch, scores, summary
+from deltafront.kernels.selectors.anchors import hopper, hopper_launch, scores, summary
 from tests.kernels.descriptor_types import descriptor_type
 
 
@@ -26,7 +26,7 @@ def hopper_case(
         "scale": "fp32",
     }
     plan = hopper_launch.plan_of(dim, q_slots, k_slots)
-    return hopper_launch.anchors_hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
+    return hopper.anchors_hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
 
 
 HOPPER_CASES = [

@@ -8,7 +8,7 @@ import torch
 
 from deltafront.kernels import correction
 from deltafront.kernels.attention import flash
-from deltafront.kernels.attention.hopper import launch as hopper
+from deltafront.kernels.attention.hopper import attention, hopper_plan
 from deltafront.kernels.attention.packed import delta_xattention_kernel, pack
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
@@ -50,7 +50,7 @@ FLASH_CASES = [
 def hopper_case(
     dim: int, *, dtype: torch.dtype = torch.bfloat16, **kind: Any
 ) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
-    plan = hopper.plan_of(dim, **kind)
+    plan = hopper_plan.plan_of(dim, **kind)
     own, tile = (descriptor_type(dtype, 1, 1, rows, dim) for rows in (WARPGROUP_ROWS, BLOCK))
     types = {
         **dict.fromkeys(("q", "out", "q_tail", "out_tail"), own),
@@ -64,14 +64,14 @@ def hopper_case(
         **dict.fromkeys(("critical", "chunk", "chunk_slots"), "i32"),
         "scale": "fp32",
     }
-    return hopper.hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
+    return attention.hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
 
 
 HOPPER_CASES = [
     *(hopper_case(dim) for dim in (64, 128)),
     *(hopper_case(dim, listed=True) for dim in (64, 128)),
     *(hopper_case(dim, packed=True) for dim in (64, 128)),
-    hopper_case(64, listed=True, order=hopper.BY_LENGTH),
+    hopper_case(64, listed=True, order=hopper_plan.BY_LENGTH),
     hopper_case(64, packed=True, dtype=torch.float16),
 ]
 

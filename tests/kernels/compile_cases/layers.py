@@ -8,7 +8,7 @@ from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
 from deltafront.kernels.layers import (
     fp8,
     kv_int8,
-    linear_hopper_launch,
+    linear_hopper,
     norm,
     one_shot_reduce,
     rope,
@@ -26,12 +26,12 @@ def product_case(
     gated: bool, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
     types = {
-        "x": descriptor_type(dtype, WARPGROUP_ROWS, linear_hopper_launch.DEPTH.value),
-        "weight": descriptor_type(dtype, linear_hopper_launch.PIECE.value, linear_hopper_launch.DEPTH.value),
-        "out": descriptor_type(dtype, WARPGROUP_ROWS, linear_hopper_launch.PIECE.value),
+        "x": descriptor_type(dtype, WARPGROUP_ROWS, linear_hopper.DEPTH.value),
+        "weight": descriptor_type(dtype, linear_hopper.PIECE.value, linear_hopper.DEPTH.value),
+        "out": descriptor_type(dtype, WARPGROUP_ROWS, linear_hopper.PIECE.value),
         **dict.fromkeys(("row_tiles", "column_tiles", "steps", "apart"), "i32"),
     }
-    return linear_hopper_launch.linear_hopper_kernel, types, {"GATED": gated}, {"num_warps": 4}
+    return linear_hopper.linear_hopper_kernel, types, {"GATED": gated}, {"num_warps": 4}
 
 
 PRODUCT_CASES = [product_case(False), product_case(True), product_case(True, torch.float16)]
@@ -107,7 +107,7 @@ SWIGLU_CASES = [
             swiglu.swiglu_fp8_kernel,
             {"gate_up_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
             {"COLUMNS": columns, "BLOCK": block, "GELU": columns == 10240},
-            {"num_warps": swiglu.row_warps(block)},
+            {"num_warps": fp8.row_warps(block)},
         )
         for columns, block in ((10240, 16384), (14336, 16384), (28672, 32768))
     ),
@@ -131,7 +131,7 @@ SQUARED_RELU_CASES = [
         swiglu.squared_relu_fp8_kernel,
         {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
         {"COLUMNS": 18432, "BLOCK": 32768},
-        {"num_warps": swiglu.row_warps(32768)},
+        {"num_warps": fp8.row_warps(32768)},
     ),
 ]
 
@@ -168,7 +168,7 @@ REDUCE_CASES += [
             "COLUMNS": columns,
             "BLOCK": 8192,
         },
-        {"num_warps": norm.row_warps(8192)},
+        {"num_warps": fp8.row_warps(8192)},
     )
     for ranks, fp8_rows, columns in ((2, False, 8192), (4, True, 5120))
 ]

@@ -52,7 +52,7 @@ def make(lengths: list[int], shape: Shape | None = None, sharpness: float = 1.0)
             v_PSGD[page, :filled] = torch.randn(filled, *size[2:], generator=generator)
     q_RHD = sharpness * torch.randn(len(lengths), s.q_heads, s.head_dim, generator=generator)
     floats = [x.to(DEVICE, s.dtype) for x in (q_RHD, k_PSGD, v_PSGD)]
-    return PagedInput(*floats, table_RP.to(DEVICE), integers(lengths), s.head_dim**-0.5)
+    return PagedInput(*floats, table_RP.to(DEVICE), integers(lengths), s.head_dim**-0.5)  # type: ignore[call-arg]
 
 
 def integers(values: list[int]) -> torch.Tensor:

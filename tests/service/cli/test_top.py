@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from deltafront.service.cli import terminal
 from deltafront.service.cli.main import app
 from deltafront.service.cli.top import command
 from deltafront.service.cli.top.tables import overview, parse_scrape, percentile
@@ -135,7 +136,7 @@ def server_info(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def connect(*_given: object) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(info=lambda: info)
 
-    monkeypatch.setattr(command.terminal, "connect", connect)
+    monkeypatch.setattr(terminal, "connect", connect)
     return info
 
 

@@ -16,6 +16,7 @@ from openai.types.chat import completion_create_params as chat_params
 from tokenizers import Tokenizer, processors
 
 from deltafront.service.door.openai import requests as openai_requests
+from deltafront.service.request.calls import SpecialTokens
 from deltafront.service.request.text.tokenizer import TextTokenizer
 
 from ..inprocess import House
@@ -140,7 +141,7 @@ def test_prompt_rendered_by_a_template_gets_only_one_bos(model: Path, tmp_path: 
     raw.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
     raw.save(str(tmp_path / "tokenizer.json"))
     found = TextTokenizer.load(tmp_path)
-    parse = openai_requests.SpecialTokens.PARSE
+    parse = SpecialTokens.PARSE
     assert found.encode("<bos>hi", add_bos=True, special_tokens=parse)[::4] == bytes([0, 0, 104, 105])
     once = found.encode("<bos>hi", add_bos=False, special_tokens=parse)
     assert [int.from_bytes(once[at : at + 4], "little") for at in (0, 4, 8)] == [256, 104, 105]

@@ -142,7 +142,7 @@ def test_refuses_requests_that_are_not_encrypted(
     house, _ = secure()
     forged = [("deltafront-encrypted", "0" * 32)]
     with DeltafrontClient(house.address) as client:
-        client._metadata = forged
+        client._connection.metadata = forged
         for call in (client.info, lambda: list(client.generate("x")), lambda: client.cancel("x")):
             with pytest.raises(Unauthenticated, match="not encrypted: use TLS, on port 9443"):
                 call()

@@ -150,7 +150,7 @@ def test_start_fails_if_a_rank_does_not_answer(cluster: Any, monkeypatch: pytest
             await asyncio.Event().wait()
 
     monkeypatch.setattr(worker, "HEAD_PATIENCE_S", 0.1)
-    rank = Hung.remote()
+    rank = Hung.remote()  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=r"rank 1 has not answered for 0\.1 s"):
         worker.check_ranks([rank])
     ray.kill(rank)
@@ -263,7 +263,7 @@ async def test_frozen_door_does_not_cost_the_worker(cluster: Any, replica: Any, 
         await actor.announce.remote(piece)
     await actor.first_logits.remote(FirstLogits(request_id="frozen", logits=prompt.logits))
     sampling = Sampling(max_tokens=900, ignore_eos=True)
-    door = Door.remote()  # Ray would end a door without a handle
+    door = Door.remote()  # type: ignore[attr-defined]  # Ray would end a door without a handle
     pid = await door.ask.remote(actor, GenerateJob(request_id="frozen", sampling=sampling))
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -120,7 +120,7 @@ class SlowCopies:
         """Layers of each prefill step."""
         self._may, self._move, self._append = asyncio.Semaphore(0), self.host._move, self.runner.append
         self._gather = self.runner.cache.gather
-        caches = [self.runner.cache, *(rank._runner.cache for rank in run.engine._ranks)]
+        caches = [self.runner.cache, *(rank._runner.cache for rank in run.engine._ranks)]  # type: ignore[attr-defined]
         for side in (side for cache in caches for side in cache.sides):
             side[:, : self.runner.scratch_page] = float("nan")
         self.host._move = self.move

@@ -189,7 +189,7 @@ def test_pages_stay_allocated_until_their_announcement_is_sent(way: Way) -> None
     background = MessageSender(bench.exporter, bench.outbox, background=True)
     stream = background.open(Destination(request_id="r", decode_worker="decode:x", pages=(1,)))
     computed = Event()
-    stream._export._mark = lambda: computed
+    stream._export._mark = lambda: computed  # type: ignore[attr-defined]
     stream.put(3, 0, *torch.zeros(2, 16, HEADS, DIM))
     sent = stream.end_chunk()
     assert not stream.close() and not bench.ray.sent

@@ -179,7 +179,7 @@ class OneProcess:
 
 def neighbours(*memory: OneProcess) -> list[PeerActivations]:
     """Return linked stages, one for each memory's device."""
-    store, like = dist.HashStore(), torch.empty(0, 4)
+    store, like = dist.HashStore(), torch.empty(0, 4)  # type: ignore[attr-defined]
     shared = memory[0].exported
     for one in memory:
         one.exported = shared
@@ -247,7 +247,7 @@ def test_dead_neighbour_wakes_the_stage_that_waits_for_it() -> None:
 def test_forged_store_entry_only_breaks_the_link(written: str, tmp_path: Path) -> None:
     """The entry is never unpickled."""
     said = {"a pickle": pickle.dumps(Opened(tmp_path / "opened")).hex(), "no address": "7", "not JSON": "{"}
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     store.set("ring/0", said[written])
     with pytest.raises(LinkClosed, match="stage 0 is not where the group's store says"):
         PeerActivations(store, 1, 2, 8, torch.empty(0, 4), OneProcess(), secret=SECRET)  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ def test_forged_store_entry_only_breaks_the_link(written: str, tmp_path: Path) -
 
 def test_unpickles_nothing_from_a_peer_without_the_secret(tmp_path: Path) -> None:
     """The store's entry leads to a peer that answers any challenge and sends a pickle."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     with Listener(family="AF_UNIX", authkey=None) as stranger, ThreadPoolExecutor(1) as pool:
         store.set("ring/0", json.dumps(stranger.address))
 

@@ -250,7 +250,7 @@ async def test_only_a_killed_stage_is_loaded_again(
             async for event in events_of(group, job(name, random_ids(1800, 3), decode[0])):
                 if isinstance(event, ChunkRead) and event.tokens_done == 256:
                     ray.kill(group._stages[victim])
-        return str(failure.value.cause)
+        return str(failure.value.cause)  # type: ignore[attr-defined]
 
     messages = await asyncio.gather(run("a"), run("b"))
     assert len(set(messages)) == 1
@@ -281,7 +281,7 @@ async def test_replaces_a_stopped_stage(
         async for event in events_of(group, job("a", random_ids(3900), decode[0])):
             if isinstance(event, ChunkRead) and event.tokens_done == read:
                 os.kill(pid, signal.SIGSTOP)
-    assert f"stage 1 does not answer: {owes}" in str(failure.value.cause)
+    assert f"stage 1 does not answer: {owes}" in str(failure.value.cause)  # type: ignore[attr-defined]
     await healed(group)
     assert await pid_of(group, 0) == first
     await assert_reads_rightly(group, decode, model, "after")

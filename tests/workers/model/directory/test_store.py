@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 

@@ -78,8 +78,8 @@ def test_reads_only_the_shards_of_a_layer_range(tiny: Path, tmp_path: Path) -> N
     whole = read(tiny)
     for attention, wanted in zip(middle.attentions, whole.attentions[1:3], strict=True):
         assert torch.equal(attention.qkv.weight_OI, wanted.qkv.weight_OI)
-    for mlp, wanted in zip(middle.mlps, whole.mlps[1:3], strict=True):
-        assert torch.equal(mlp.down.weight_OI, wanted.down.weight_OI)
+    for mlp, wanted_mlp in zip(middle.mlps, whole.mlps[1:3], strict=True):
+        assert torch.equal(mlp.down.weight_OI, wanted_mlp.down.weight_OI)
     assert middle.embedding_VC is middle.head is middle.final_norm is None
     with pytest.raises(ModelError, match=r"part-0\.safetensors"):
         read(tmp_path, range(2), embedding=False, head=False)
@@ -136,9 +136,9 @@ def test_each_stage_of_a_cut_layer_reads_only_its_half(
     for found, wanted in zip(first.attentions + last.attentions, whole.attentions, strict=True):
         assert torch.equal(found.qkv.weight_OI, wanted.qkv.weight_OI)
         assert torch.equal(found.output.weight_OI, wanted.output.weight_OI)
-    for found, wanted in zip(first.mlps + last.mlps, whole.mlps, strict=True):
-        assert torch.equal(found.gate_up.weight_OI, wanted.gate_up.weight_OI)
-        assert torch.equal(found.down.weight_OI, wanted.down.weight_OI)
+    for mlp, wanted_mlp in zip(first.mlps + last.mlps, whole.mlps, strict=True):
+        assert torch.equal(mlp.gate_up.weight_OI, wanted_mlp.gate_up.weight_OI)
+        assert torch.equal(mlp.down.weight_OI, wanted_mlp.down.weight_OI)
 
 
 @pytest.mark.parametrize(
