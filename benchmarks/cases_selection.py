@@ -1,4 +1,5 @@
-"""Cases that time selectors alone: from q and k to a TileMask, for a whole prompt in one call."""
+"""Cases that time selectors alone, from q and k to a TileMask, for a whole prompt in one call; and the choice
+of blocks that a question attends to."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from deltafront.benchmarks.whole_prompt.lines import cpu_line_masses
 from deltafront.benchmarks.whole_prompt.lines_kernel import kernel_line_masses
 from deltafront.benchmarks.whole_prompt.methods import FlexOptions, VerticalSlashOptions
 from deltafront.benchmarks.whole_prompt.vertical_slash import VerticalSlashSelector
+from deltafront.kernels.block_mass import attention_by_block, cpu_log_sums, kernel_log_sums
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
 from deltafront.kernels.options import AnchorsOptions, AntidiagonalOptions
 from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
@@ -23,6 +25,7 @@ from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelect
 from deltafront.kernels.selectors.scored import ScoredSelector
 from deltafront.tests.numerics import assert_rows_close, chunk_of, spec_of
 from deltafront.tests.reference.structured import statistics
+from deltafront.workers.model.decoder.recompute import QUESTION_ROWS
 
 CHECKED_TOKENS = 4000
 CHUNK_TOKENS = 1280
@@ -45,7 +48,36 @@ def cases(config: BenchConfig) -> list[Case]:
             Case(name, config.tokens, partial(_prepare, config, make, config.tokens), check_lines)
             for name, make in baselines
         ),
+        *_question_cases(config),
     ]
+
+
+def _question_cases(config: BenchConfig) -> list[Case]:
+    """List the cases of a question's attention to blocks: in torch, whose function takes any device, and with
+    our kernel."""
+    prepare, check = partial(_prepare_question, config), partial(_check_question, config)
+    torch_name = "question_blocks_torch"
+    return [
+        Case(torch_name, config.tokens, partial(prepare, cpu_log_sums), check),
+        Case("question_blocks", config.tokens, partial(prepare, attention_by_block), check, over=torch_name),
+    ]
+
+
+def _prepare_question(
+    config: BenchConfig, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Timed:
+    x = config.structured(config.tokens, config.q_heads, config.kv_heads, config.head_dim)
+    q_THD, k_GSD = x.q_BHTD[0, :, -QUESTION_ROWS:].transpose(0, 1).contiguous(), x.k_BGSD[0]
+    note = f"{QUESTION_ROWS} tokens, one layer"
+    return Timed(partial(run, q_THD, k_GSD), flops=2 * q_THD.numel() * config.tokens, note=note)
+
+
+def _check_question(config: BenchConfig) -> None:
+    for heads, groups, dim in ((8, 2, 128), (9, 3, 64), (4, 1, 256)):
+        x = config.structured(CHECKED_TOKENS, heads, groups, dim)
+        q_THD, k_GSD = x.q_BHTD[0, :, -QUESTION_ROWS:].transpose(0, 1), x.k_BGSD[0]
+        expected_GXM = cpu_log_sums(q_THD.float(), k_GSD.float())
+        assert_rows_close(kernel_log_sums(q_THD, k_GSD), expected_GXM)
 
 
 def _dpxa() -> ScoredSelector:

@@ -79,6 +79,25 @@ def true_masses(x: AttentionInput) -> torch.Tensor:
     return tiles.sum((3, 5))
 
 
+def block_log_sums(q_THD: torch.Tensor, k_GSD: torch.Tensor) -> torch.Tensor:
+    """Compute the log of the sum of e^logit over each block's keys, without a causal mask: lse_THM."""
+    (tokens, heads, dim), (groups, keys, _) = q_THD.shape, k_GSD.shape
+    lse = torch.zeros(tokens, heads, -(-keys // BLOCK), dtype=torch.float64)
+    for t in range(tokens):
+        for h in range(heads):
+            logits = k_GSD[h * groups // heads].double().cpu() @ q_THD[t, h].double().cpu() * dim**-0.5
+            for m in range(lse.shape[2]):
+                lse[t, h, m] = logits[m * BLOCK : (m + 1) * BLOCK].exp().sum().log()
+    return lse
+
+
+def largest_shares(lse_THM: torch.Tensor) -> torch.Tensor:
+    """Compute mass_M, the largest share of attention of any token and head, from `block_log_sums`."""
+    sums_THM = lse_THM.exp()
+    shares = [sums_M / sums_M.sum() for sums_HM in sums_THM for sums_M in sums_HM]
+    return torch.stack(shares).amax(0)
+
+
 def anchor_slots(
     rows: torch.Tensor, form: AnchorSettings, side: SideSettings
 ) -> list[tuple[int, int, torch.Tensor]]:

@@ -1,8 +1,13 @@
-"""Compile cases of XAttention's scores, of selection rules and of the anchor scan."""
+"""Compile cases of XAttention's scores, of selection rules, of the anchor scan and of blocks' masses."""
 
 from __future__ import annotations
 
-from deltafront.kernels import anchor_scan
+from typing import Any
+
+import torch
+
+from deltafront.kernels import anchor_scan, block_mass
+from deltafront.kernels.attention.flash import tile_constants
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.selectors.grouped import kernel as grouped
 from deltafront.kernels.selectors.rules import kernel as rule
@@ -113,4 +118,28 @@ RULE_CASES = [
 ]
 
 
-COMPILE_CASES = [*SCAN_CASES, *GROUPED_CASES, *PACKING_CASES, *RULE_CASES]
+BLOCK_LSE = {
+    **dict.fromkeys(("q_ptr", "k_ptr"), "*bf16"),
+    "lse_ptr": "*fp32",
+    **dict.fromkeys(("stride_qt", "stride_qh", "stride_kg", "stride_ks"), "i32"),
+    **dict.fromkeys(("rows", "keys", "blocks", "per_program"), "i32"),
+    "scale_log2": "fp32",
+}
+
+
+def block_lse_case(dim: int, group: int, dtype: torch.dtype) -> Any:
+    constants = tile_constants(torch.empty((1, 1, 1, dim), dtype=dtype))
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    inputs = dict.fromkeys(("q_ptr", "k_ptr"), "*bf16" if dtype == torch.bfloat16 else "*fp32")
+    return block_mass._block_lse_kernel, {**BLOCK_LSE, **inputs}, {**constants, "J": group}, options
+
+
+BLOCK_LSE_CASES = [
+    block_lse_case(64, 7, torch.bfloat16),
+    block_lse_case(128, 4, torch.bfloat16),
+    block_lse_case(256, 2, torch.bfloat16),
+    block_lse_case(128, 4, torch.float32),
+]
+
+
+COMPILE_CASES = [*SCAN_CASES, *GROUPED_CASES, *PACKING_CASES, *RULE_CASES, *BLOCK_LSE_CASES]

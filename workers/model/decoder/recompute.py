@@ -4,17 +4,17 @@ to.
 Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4), and replacing KV by that of dense
 prefill (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
 
-Shape suffixes also: M blocks of BLOCK keys, J = H / G, X = J x T, P rows of B recomputed blocks.
+Shape suffixes also: M blocks of BLOCK keys, P rows of B recomputed blocks.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from deltafront.kernels.attention.block_sparse import BlockSparseBackend
 from deltafront.kernels.attention.dense import DenseBackend
 from deltafront.kernels.attention.inputs import window_begin
+from deltafront.kernels.block_mass import attention_by_block
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
 from deltafront.kernels.layers.rope import KVRows
@@ -22,8 +22,6 @@ from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collective
 from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
 
 QUESTION_ROWS = 64
-KEYS_AT_ONCE = 1 << 17
-"""Maximum number of keys that are scored at once, to bound memory."""
 
 
 class BlockAttention:
@@ -61,25 +59,6 @@ class BlockAttention:
         mass_M[-1] = -1.0
         best = mass_M.topk(min(count, complete - 1)).indices
         return sorted(1 + block for block in best.tolist())
-
-
-def attention_by_block(q_THD: torch.Tensor, k_GSD: torch.Tensor) -> torch.Tensor:
-    """Return mass_M (float32): the largest share of attention that any query gives each block in any head. No
-    causal mask is applied."""
-    groups, _, dim = k_GSD.shape
-    q_TGJD = (q_THD * dim**-0.5).reshape(len(q_THD), groups, -1, dim)
-    q_GXD = q_TGJD.transpose(0, 1).flatten(1, 2)
-    masses_GM = []
-    for q_XD, k_SD in zip(q_GXD.to(k_GSD.dtype), k_GSD, strict=True):
-        parts = [_lse_by_block(q_XD, part_SD) for part_SD in k_SD.split(KEYS_AT_ONCE)]
-        lse_XM = torch.cat(parts, dim=1)
-        masses_GM.append((lse_XM - lse_XM.logsumexp(-1, keepdim=True)).amax(0))
-    return torch.stack(masses_GM).amax(0).exp()
-
-
-def _lse_by_block(q_XD: torch.Tensor, k_SD: torch.Tensor) -> torch.Tensor:
-    logits_XS = F.pad((q_XD @ k_SD.T).float(), (0, -len(k_SD) % BLOCK), value=float("-inf"))
-    return logits_XS.view(len(q_XD), -1, BLOCK).logsumexp(-1)
 
 
 def rows_of_blocks(blocks: Sequence[int], device: torch.device | str) -> torch.Tensor:

@@ -7,13 +7,11 @@ import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.layers.rope import KVRows
-from deltafront.workers.model.decoder import recompute as recomputing
 from deltafront.workers.model.decoder.collectives import Collectives
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.recompute import (
     QUESTION_ROWS,
     BlockAttention,
-    attention_by_block,
     recompute,
     rows_of_blocks,
 )
@@ -22,23 +20,6 @@ from deltafront.workers.settings import ModelSpec
 from tests.workers.tiny_model import make_tiny_model
 
 TOKENS = 5 * BLOCK
-
-
-@pytest.mark.parametrize("keys", [3 * BLOCK, 3 * BLOCK + 17])
-@pytest.mark.parametrize("at_once", [recomputing.KEYS_AT_ONCE, BLOCK])
-def test_block_attention_is_the_maximum_over_rows_and_heads(
-    keys: int, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recomputing, "KEYS_AT_ONCE", at_once)
-    torch.manual_seed(keys)
-    q_THD, k_GSD = 3 * torch.randn(5, 4, 16), torch.randn(2, keys, 16)
-    want = torch.zeros(-(-keys // BLOCK))
-    for row in range(5):
-        for head in range(4):
-            share_S = (k_GSD[head // 2] @ q_THD[row, head] / 4).softmax(0)
-            for block in range(len(want)):
-                want[block] = max(want[block], share_S[block * BLOCK : (block + 1) * BLOCK].sum())
-    torch.testing.assert_close(attention_by_block(q_THD, k_GSD), want)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
