@@ -159,7 +159,8 @@ class PagedKVCache:
         self._put(layer, self.rows_of(pages, start, sides_T[0].shape[0]), sides_T)
 
     def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the first `tokens` tokens of a sequence into contiguous k_GSD, v_GSD in the model's dtype."""
+        """Copy the first `tokens` tokens of a sequence. Return k_GSD and v_GSD in the model's dtype. They are
+        views of token-major tensors, the layout of pages; from an 8-bit cache they are contiguous."""
         needed = -(-tokens // PAGE_TOKENS)
         if not 0 < tokens <= pages.numel() * PAGE_TOKENS:
             raise KVCacheError(f"{tokens} tokens asked of a sequence of {pages.numel()} pages")
@@ -311,7 +312,7 @@ def token_bytes(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
 
 def _dense(x_PSGD: torch.Tensor, table_N: torch.Tensor, tokens: int) -> torch.Tensor:
     rows_NSGD = x_PSGD.index_select(0, table_N)
-    return rows_NSGD.flatten(0, 1)[:tokens].transpose(0, 1).contiguous()
+    return rows_NSGD.flatten(0, 1)[:tokens].transpose(0, 1)
 
 
 def _arrivals(device: torch.device) -> Any:
