@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from deltafront.benchmarks.accuracy import ruler
 from deltafront.benchmarks.reader import SpelledText
 from deltafront.workers.calibration.probes import (
     Document,
@@ -117,7 +116,6 @@ TASKS: Mapping[str, Task] = {
     "prose": prose,
     "copies": copies,
     "names": names,
-    **ruler.TASKS,
 }
 
 

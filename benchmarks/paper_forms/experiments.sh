@@ -3,9 +3,10 @@
 #   benchmarks/paper_forms/experiments.sh PART TEXTS OUT
 # PART of 0001: tiles, keys (untuned, 7,680 tokens), thresholds (before long-thresholds), long, long-thresholds
 # (130,500 tokens), decode, thresholds-12288 (after thresholds). PART of 0002: code, plays (untuned, 4,096 tokens;
-# TEXTS of plays: a folder of them), ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262, far-524. PART of
+# TEXTS of plays: a folder of them), served-130500, time, far-131, far-262, far-524. PART of
 # 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long, forms-decode (130,500 tokens). PART of 0004:
-# far-*, ruler-130500, keys with more documents, fp8. The parts `ideas`, `decay` and `outputs` are at d79ddfbf.
+# far-*, keys with more documents, fp8. The parts `ideas`, `decay` and `outputs` are at d79ddfbf, `ruler-*` and
+# `served-8192` at 8b09591d: benchmarks.lab and `deltafront evaluate` now ask RULER's tasks, in its own wording.
 # TEXTS: a folder that the first command has written, of far-* the third. `thresholds` and `forms-decode`
 # calibrate on SymPy's sources, which are of set B:
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS
@@ -60,13 +61,6 @@ far() { # TOKENS ROPE_THETA COUNT METHODS…: more than are named here
   shift 3
   shards "${shipped[@]}" --documents "${count}x$tokens" --positions "$tokens" --rope-theta "$theta" --tasks prose \
     --seed 71 --chunk 65536 --methods dpxa:$level dpxa:share=0.05 xattention:share=0.05 streaming "$@"
-}
-ruler() { # TOKENS COUNT METHODS…
-  local tokens=$1 count=$2 tasks=()
-  shift 2
-  for name in single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery variables \
-    common_words frequent_words; do tasks+=("ruler_$name:4"); done
-  shards "${shipped[@]}" --documents "${count}x$tokens" --tasks ${TASKS:-"${tasks[@]}"} --seed 71 --chunk 65536 --methods "$@"
 }
 served() { # TOKENS COUNT TASK:COUNT…: the shipped configuration, or CONFIG
   local tokens=$1 count=$2
@@ -126,12 +120,7 @@ case $part in
       --methods dense --decode quest:256 8,14,18,21:672 8,14,18,21:256 periodic:4:256 random:4:1:256 \
       8,14,18,21:256:4 8,14,18,21:256:16
     ;;
-  ruler-8192 | ruler-32768)
-    ruler "${part#ruler-}" 20 dpxa:$level dpxa xattention:share=0.1 streaming
-    ;;
-  ruler-130500) TASKS=${TASKS:-ruler_single_1:4} ruler 130500 20 dpxa:$level xattention:share=0.1 streaming ;;
-  served-8192) served 8192 20 ruler_{single_1,multikey_1,multikey_2}:4 ;;
-  served-130500) served 130500 20 needles:40 ruler_single_1:4 ;;
+  served-130500) served 130500 20 needles:40 ;;
   time)
     shards "${whole[@]}" --tasks copies:16 --methods {dpxa,xattention}:share={0.03,0.06,0.12} \
       xattention:share={0.03,0.06,0.12},stride=16

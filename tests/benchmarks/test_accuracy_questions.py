@@ -54,10 +54,10 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 def greedy(reader: Reader, prompt: list[int], count: int) -> list[int]:
     before, given = reader.length, []
     with torch.inference_mode():
-        token = reader.next_token(prompt)
+        token = int(reader.next_logits(prompt).argmax())
         for _ in range(count):
             given.append(token)
-            token = reader.next_token([token])
+            token = int(reader.next_logits([token]).argmax())
     reader.length = before
     return given
 

@@ -133,13 +133,13 @@ def test_gives_no_score_if_the_baseline_answers_nothing() -> None:
 
 
 def test_asks_each_prompt_once_and_accepts_any_right_answer() -> None:
-    """RULER's questions have several right answers. The longest one sets the number of tokens."""
+    """A question may have several right answers. The longest one sets the number of tokens."""
     client = FakeClient()
     questions = [Question("both 1", (5, 7), gold) for gold in ((9, 9), (5,), (5, 6))]
     questions += [Question("both 2", (6, 7), (6, 1)), Question("both 2", (6, 7), (7, 7))]
     (found,) = answers(client, "a", Document([1] * 40, questions), CASES[:1], 2)  # type: ignore[arg-type]
     assert found.tokens == ((5, 6), (6, 7)) and found.exact == [True, False]
-    (row,) = rows([found], CASES[:1], "ruler_multivalue")
+    (row,) = rows([found], CASES[:1], "copies")
     assert (row["questions"], row["exact"]) == (2, 1)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -92,15 +91,6 @@ def read_prompts(path: Path) -> list[TaskPrompt]:
     if not found:
         raise PromptError(f"{path}: has no line: give one JSON object on each")
     return list(_with_sources(path.stem, found))
-
-
-def write_prompts(path: Path, prompts: Sequence[TaskPrompt]) -> None:
-    """Write prompts to a JSONL file for `read_prompts`, each as one `prompt` (document and question
-    joined)."""
-    with path.open("w", encoding="utf-8") as file:
-        for number, one in enumerate(prompts):
-            line = {"id": f"{one.task}-{number}", "task": one.task, "prompt": one.text}
-            file.write(json.dumps(line | {"answers": one.answers}, ensure_ascii=False) + "\n")
 
 
 def _prompt(path: Path, number: int, line: str) -> TaskPrompt:

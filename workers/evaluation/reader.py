@@ -125,10 +125,6 @@ class Reader:
         milliseconds = 1e3 * sum(timer.seconds().values())
         return Reading(torch.cat(tails)[-tail:], density, milliseconds, tuple(map(runs_a_block, states)))
 
-    def next_token(self, ids: Sequence[int]) -> int:
-        """Append ids with full attention and return the most likely next token."""
-        return int(self.next_logits(ids).argmax())
-
     def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Append ids with full attention and return logits_V of the next token."""
         return self.stack.logits(self.append(ids)[-1:])[0]
