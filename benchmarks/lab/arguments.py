@@ -1,4 +1,4 @@
-"""The command-line arguments that `lab` and `lab.recall` share, and what every result records of them."""
+"""The command-line arguments of `lab` and `lab.delta_forms`, and what every result records of them."""
 
 from __future__ import annotations
 

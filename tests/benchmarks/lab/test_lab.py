@@ -12,11 +12,9 @@ import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from deltafront.benchmarks.lab.recall import chosen, fact_blocks, recalled
 from deltafront.benchmarks.lab.samples import ruler_prompts, tokenised
-from deltafront.kernels.constants import BLOCK
 from deltafront.tests.workers.tiny_model import make_tiny_model, whole_stack
-from deltafront.workers.decode.reads import Read, tail_start
+from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.evaluation.answering import Together
@@ -26,7 +24,6 @@ from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
 from deltafront.workers.evaluation.reader import Reader
 from deltafront.workers.evaluation.setting import Setting, delta_config
 from deltafront.workers.messages.requests import Sampling
-from deltafront.workers.model.decoder.recompute import BlockAttention
 from deltafront.workers.model.decoder.stack import LayerStack
 
 SPARSE = "streaming:min_tokens=0,window=128"
@@ -159,29 +156,6 @@ def test_page_selection_decodes_the_tokens_of_a_decode_worker(stack: LayerStack)
 def test_refuses_wrong_page_selections(stack: LayerStack, given: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         delta_plan(stack, delta_config(Setting.parse(f"dense/{given}").delta))
-
-
-def test_recall_is_the_share_of_fact_blocks_chosen_for_recompute(stack: LayerStack) -> None:
-    words = [f"w{n}" for n in range(150)]
-    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    rng = random.Random(1)
-    document = " ".join(rng.choice(words[:120]) for _ in range(900)).split()
-    document[300], document[700] = "w140", "w141"
-    prompt = TaskPrompt("any", "0", " ".join(document), " w3", ("w140", "w141", "absent"))
-    ids, facts = fact_blocks(prompt, tokenizer)
-    assert facts == {300 // BLOCK, 700 // BLOCK} and len(ids) == 901
-    reader = Reader(stack, len(ids))
-    found = recalled(reader, ids, facts, 256)
-    assert found is not None and set(found) == {(rule, n) for rule in ("mean", "max") for n in (8, 32)}
-    assert found["mean", 8] == 1.0  # of six blocks all are chosen
-    start = tail_start(len(ids))
-    looks = BlockAttention(start)
-    with torch.inference_mode():
-        reader.length = start
-        reader.append(ids[start:], look=lambda layer, q_THD: looks.add(q_THD, reader.document(layer)[0]))
-        for count in (1, 2, 3):
-            assert sorted(chosen(looks.mass(), start, "mean", count)) == looks.most_attended(count)
 
 
 def test_lab_accepts_ruler_prompts_and_prompt_files(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from deltafront.benchmarks.lab.__main__ import main
 from deltafront.benchmarks.lab.delta_forms import attended, changes, seen_keys
 from deltafront.benchmarks.lab.delta_forms import main as forms
-from deltafront.benchmarks.lab.recall import main as recall
 from deltafront.benchmarks.lab.samples import in_turn, ruler_prompts
 from deltafront.benchmarks.reader import load_tokenizer
 from deltafront.tests.numerics import random_input
@@ -91,23 +90,6 @@ def test_written_prompts_are_read_back_as_they_were(model: Path, tmp_path: Path)
         (one.text, one.task, one.answers) for one in made
     ]
     assert len({one.source for one in read}) == 4
-
-
-def test_recall_prefills_beyond_the_models_positions_by_yarn(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, result = tmp_path / "text.txt", tmp_path / "recall.json"
-    text.write_text(" ".join(f"Sentence {n} tells of nothing." for n in range(90)))
-    given = f"--model {model} --text {text} --result {result} --tokens 1000 --samples 1 --tasks multivalue"
-    assert recall([*given.split(), "--rope-scaling", YARN, "--dtype", "float32", "--device", "cpu"]) == 0
-    written = json.loads(result.read_text())
-    assert written["rope_scaling"] == {
-        "factor": 2,
-        "original_max_position_embeddings": 512,
-        "rope_type": "yarn",
-    }
-    assert [row["mean_8"] for row in written["rows"]] == [1, 1]  # of six blocks all are chosen
-    del capsys
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
