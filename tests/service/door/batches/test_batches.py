@@ -1,10 +1,8 @@
-"""Batches through OpenAI's client: their life, their lines' errors, restarts, and who may see them."""
+"""Batches through OpenAI's client: their life, their lines' errors, and who may see them."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,106 +11,15 @@ import openai
 import pytest
 
 from deltafront.service.door.batches import asking, catalog, work
-from deltafront.service.door.batches.routes import BatchOptions
-from deltafront.service.door.batches.runner import BatchRunner
-from deltafront.service.door.batches.storage import Storage
-from deltafront.service.door.http_door import HttpDoor
 from deltafront.workers.messages.requests import RefusalReason, Refused
 from deltafront.workers.messages.service_tiers import ServiceTier
 
-from ..inprocess import HANG_S, House, wait_until
-from ..test_metrics import value
-from .openai_calls import HI, MODEL, Open
+from ...inprocess import HANG_S, House, wait_until
+from ...test_metrics import value
+from ..openai_calls import Open
+from .calls import BODIES, CHAT, ENDED, RESPONSES, TEXT, answers, begin, lines_of, until
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-BODIES: dict[str, Any] = {
-    CHAT: {"model": MODEL, "messages": HI, "max_tokens": 3},
-    TEXT: {"model": MODEL, "prompt": "hi", "max_tokens": 3},
-    RESPONSES: {"model": MODEL, "input": "hi", "max_output_tokens": 3},
-}
 pytestmark = pytest.mark.usefixtures("impatient")
-ENDED = ("completed", "failed", "expired", "cancelled")
-TURN_S = 0.02
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "_STORE_S", 0.05)
-    monkeypatch.setattr(asking, "_LEAST_PAUSE_S", 0.02)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return tmp_path / "batches"
-
-
-@pytest.fixture
-def house(make_house: Callable[..., House], tmp_path: Path) -> House:
-    (tmp_path / "tokens").write_text("any name=ann\nbeta\n")
-    house = make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens"))
-    house.decode.remembers = False
-    return house
-
-
-@pytest.fixture
-def open_door(
-    house: House, place: Path, make_http: Callable[..., str], http_doors: list[HttpDoor]
-) -> Iterator[Callable[..., str]]:
-    """Start a door with batches: its id, and options of BatchOptions."""
-    runners: list[BatchRunner] = []
-
-    def make(door: str = "one", **more: Any) -> str:
-        given = {"max_bytes": 1 << 24, "width": 4, "count": house.metrics.count_batch_lines, "turn_s": TURN_S}
-        options = BatchOptions(Storage(str(place)), door=door, **{**given, **more})
-        address = make_http(house, batches=options)
-        runner = http_doors[-1].batches
-        assert runner is not None
-        runners.append(runner)
-        house.loop.loop.call_soon_threadsafe(runner.start)
-        return address
-
-    yield make
-    for runner in runners:
-        house.loop.run(runner.stop())
-
-
-@pytest.fixture
-def address(open_door: Callable[..., str]) -> str:
-    return open_door()
-
-
-def lines_of(*bodies: Any, endpoint: str = CHAT) -> bytes:
-    lines = (
-        {"custom_id": f"line-{number}", "method": "POST", "url": endpoint, "body": body}
-        for number, body in enumerate(bodies)
-    )
-    return "\n".join(map(json.dumps, lines)).encode()
-
-
-def begin(api: openai.OpenAI, content: bytes, endpoint: Any = CHAT) -> Any:
-    file = api.files.create(file=("in.jsonl", content), purpose="batch")
-    return api.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
-
-
-def until(api: openai.OpenAI, batch: Any, *statuses: str) -> Any:
-    found: list[Any] = []
-
-    def reached() -> bool:
-        found[:] = [api.batches.retrieve(batch.id)]
-        return found[0].status in statuses
-
-    wait_until(reached, f"the batch is not {statuses}, but {found}")
-    return found[0]
-
-
-def answers(api: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    """Return the lines of an output or error file by `custom_id`."""
-    assert file_id is not None
-    found = [json.loads(line) for line in api.files.content(file_id).text.splitlines()]
-    assert len({one["id"] for one in found}) == len(found)
-    by_id = {one["custom_id"]: one for one in found}
-    assert len(by_id) == len(found), "no line is answered twice"
-    return by_id
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, TEXT, RESPONSES])
@@ -174,50 +81,6 @@ def test_batch_fails_if_its_lines_cannot_be_told_apart(
     (problem,) = done.errors.data
     assert (done.status, problem.code, problem.line, problem.param) == ("failed", code, line, param)
     assert problem.message and done.failed_at and not house.group.jobs
-
-
-def test_next_door_asks_only_the_lines_without_an_answer(
-    api: openai.OpenAI, house: House, open_door: Callable[..., str], http_doors: list[HttpDoor], connect: Open
-) -> None:
-    house.decode.pause_at = 3
-    bodies = [{**BODIES[CHAT], "max_tokens": 1 if number < 3 else 9} for number in range(6)]
-    batch = begin(api, lines_of(*bodies))
-    wait_until(
-        lambda: api.batches.retrieve(batch.id).request_counts.completed == 3, "the first lines are not stored"
-    )
-    (runner,) = (door.batches for door in http_doors)
-    assert runner is not None
-    house.loop.run(runner.stop())
-    asked = len(house.group.jobs)
-    house.decode.pause_at = -1
-    other = connect(open_door("two"))
-    done = until(other, batch, *ENDED)
-    assert (done.status, done.request_counts.completed) == ("completed", 6)
-    assert answers(other, done.output_file_id).keys() == {f"line-{number}" for number in range(6)}
-    assert len(house.group.jobs) == asked + 3
-
-
-def test_door_takes_over_from_one_that_died(
-    api: openai.OpenAI, house: House, place: Path, open_door: Callable[..., str], connect: Open,
-    http_doors: list[HttpDoor], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    house.decode.pause_at = 1
-    batch = begin(api, lines_of(*[BODIES[CHAT]] * 2))
-    until(api, batch, "in_progress")
-    (runner,) = (door.batches for door in http_doors)
-    assert runner is not None and runner._running is not None
-    house.loop.loop.call_soon_threadsafe(runner._running.cancel)  # it renews no more, but its work goes on
-    other = connect(open_door("two"))
-    second = http_doors[-1].batches
-    assert second is not None
-    assert not house.loop.run(second._storage.run(second._lease.hold)), "the first door has the lease"
-    assert not second._works
-    second._lease._clock = lambda: time.monotonic() + 60.0
-    wait_until(lambda: second._works, "the second door does not take over")
-    runner._lease._clock = lambda: time.monotonic() + 60.0
-    house.decode.pause_at = -1
-    done = until(other, batch, *ENDED)
-    assert (done.status, len(answers(other, done.output_file_id))) == ("completed", 2)
 
 
 def test_cancelled_batch_keeps_what_was_answered(api: openai.OpenAI, house: House) -> None:
