@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
+from npm import FOLDER, installed
 from rows import ANSWER, BASE, MODEL, QUESTION, case, main
 
-PACKAGES = ["@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.171.0"]
-FOLDER = Path(sys.prefix) / "agents"
+PACKAGES = ("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.171.0")
 PROVIDER = f'{{name="door", base_url="{BASE}/v1", wire_api="responses"}}'
 CODEX = {
     "model": MODEL, "model_provider": "door", "model_providers.door": PROVIDER,
@@ -40,15 +37,6 @@ def run(name: str, *arguments: str, **environment: str) -> str:
     return ran.stdout
 
 
-def installed() -> bool:
-    """Install the agents. Returns False without npm."""
-    npm = shutil.which("npm")
-    if npm is not None:
-        command = [npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(FOLDER), *PACKAGES]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-    return npm is not None
-
-
 def claude_code() -> None:
     said = run("claude", "-p", QUESTION, "--allowedTools", "Bash", "--output-format", "json", **CLAUDE)
     answer: dict[str, Any] = json.loads(said)
@@ -63,7 +51,7 @@ def codex() -> None:
     assert items[-2].get("text") == ANSWER, said
 
 
-for agent in (claude_code, codex) if installed() else ():
+for agent in (claude_code, codex) if installed(*PACKAGES) else ():
     case(agent)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,18 @@ from deltafront.service.door.batches.routes import BatchOptions
 from deltafront.service.door.batches.storage import Storage
 from deltafront.service.door.http_door import HttpDoor
 
+from ....environments import python_with
 from ...fakes import EOS, FakeDecode
 from ...inprocess import House, settings
 from ..test_tools import call, model_with_tools
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[3]
 REQUIREMENTS = HERE / "requirements.txt"
-ENVIRONMENT = ROOT / "build" / "clients"
 MODEL = "owner/tiny"
 ARGUMENTS = '{"city": "Rome", "days": 3}'
 COMMANDS = {"Bash": '{"command": "true", "description": "t"}', "exec_command": '{"cmd": "true"}'}
 """Calls of Claude Code's and Codex' tools."""
 CLIENTS = sorted(path.stem.removeprefix("run_") for path in HERE.glob("run_*.py"))
-_PROBE = "httpx==0.28.1"
 _TOOLS, _TOOLS_END = "[tools:", "<tool_call>\n]"
 
 
@@ -64,17 +61,7 @@ def script_for(prompt: str, form: bool) -> str:
 
 @pytest.fixture(scope="module")
 def clients_python() -> Path:
-    """Return the Python of the clients' environment, which is made once for these versions."""
-    python, made = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "requirements.txt"
-    if not made.exists() or made.read_text() != REQUIREMENTS.read_text():
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
-        probe = subprocess.run([*install, _PROBE], capture_output=True, text=True, check=False)
-        if probe.returncode:
-            pytest.skip(f"PyPI cannot be reached: {probe.stderr.strip().splitlines()[-1]}")
-        subprocess.run([*install, "-r", REQUIREMENTS], check=True)
-        made.write_text(REQUIREMENTS.read_text())
-    return python
+    return python_with(REQUIREMENTS, "clients")
 
 
 @pytest.fixture
