@@ -65,6 +65,8 @@ class AttentionInput:
         q_start: A multiple of BLOCK for every method but `dense`.
         prompt_tokens: Tokens of the whole prompt.
         scale: Factor of q · k.
+        sink_H: Each query head's attention sink: a logit that takes part in the softmax and has no value
+            (gpt-oss). None: no sinks.
     """
 
     q_BHTD: torch.Tensor
@@ -73,6 +75,7 @@ class AttentionInput:
     q_start: int
     prompt_tokens: int
     scale: float
+    sink_H: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -84,6 +87,7 @@ class AttentionInput:
         q_start: int | None = None,
         prompt_tokens: int | None = None,
         scale: float | None = None,
+        sink_H: torch.Tensor | None = None,
     ) -> AttentionInput:
         """Check tensors and fill in defaults. Raises KernelInputError.
 
@@ -103,7 +107,11 @@ class AttentionInput:
         if total < keys:
             raise KernelInputError(f"prompt_tokens {total} is less than the {keys} keys given")
         factor = q_BHTD.shape[3] ** -0.5 if scale is None else scale
-        return cls(q_BHTD, k_BGSD, v_BGSD, start, total, factor)
+        if sink_H is not None and sink_H.shape != q_BHTD.shape[1:2]:
+            raise KernelInputError(
+                f"sinks {tuple(sink_H.shape)} are not one of each of {q_BHTD.shape[1]} heads"
+            )
+        return cls(q_BHTD, k_BGSD, v_BGSD, start, total, factor, sink_H)
 
     @property
     def group(self) -> int:

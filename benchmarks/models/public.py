@@ -527,6 +527,16 @@ SERVED = (
         26,
     ),
     Public(
+        "openai/gpt-oss-20b",
+        _config("GptOss", 24, 2880, 2880, 64, 8, 201088, 131072, num_local_experts=32, swiglu_limit=7.0),
+        20.9,
+    ),
+    Public(
+        "openai/gpt-oss-120b",
+        _config("GptOss", 36, 2880, 2880, 64, 8, 201088, 131072, num_local_experts=128, swiglu_limit=7.0),
+        116.8,
+    ),
+    Public(
         "facebook/cwm",
         _config(
             *("Cwm", 64, 6144, 21504, 48, 8, 128256, 131072),
@@ -589,11 +599,6 @@ REFUSED = (
             dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192},
         ),
         reason="attention by chunks",
-    ),
-    Public(
-        "openai/gpt-oss-20b",
-        _config("GptOss", num_local_experts=32, sliding_window=128),
-        reason="attention sinks and experts in MXFP4",
     ),
     Public(
         "deepseek-ai/DeepSeek-V3", _config("DeepseekV3", kv_lora_rank=512), reason="latent attention (MLA)"

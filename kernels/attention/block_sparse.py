@@ -45,7 +45,8 @@ def _attend_block(
     position_T1 = torch.arange(x.q_start + begin, x.q_start + end)[:, None]
     g = h // x.group
     k_JD, v_JD = (kv[b, g].index_select(0, key_J) for kv in (x.k_BGSD, x.v_BGSD))
-    out_HTD = attend_keys(x.q_BHTD[b, h : h + 1, begin:end], k_JD, v_JD, key_J <= position_T1, x.scale)
+    heads = slice(h, h + 1)
+    out_HTD = attend_keys(x, heads, x.q_BHTD[b, heads, begin:end], k_JD, v_JD, key_J <= position_T1)
     return out_HTD[0].to(x.q_BHTD.dtype)
 
 

@@ -1,9 +1,8 @@
 """Dense attention: exact and causal, over every key or a sliding window. Shape suffixes: R query rows."""
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from deltafront.kernels.attention.inputs import QueryRows, causal_tiles, new_output
+from deltafront.kernels.attention.inputs import QueryRows, causal_tiles, new_output, sdpa
 from deltafront.kernels.attention.launch import launch
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
 
@@ -48,13 +47,13 @@ def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor, window: int = 0
         seen = key_S <= position[:, None]
         if window:
             seen &= key_S > position[:, None] - window
-        part = scaled_dot_product_attention(
+        part = sdpa(
             x.q_BHTD[:, :, position - x.q_start].float(),
             x.k_BGSD[:, :, begin:end].float(),
             x.v_BGSD[:, :, begin:end].float(),
-            attn_mask=seen,
-            scale=x.scale,
-            enable_gqa=True,
+            seen,
+            x.scale,
+            x.sink_H,
         )
         parts.append(part.to(x.q_BHTD.dtype))
     return torch.cat(parts, dim=2)

@@ -24,6 +24,9 @@ NEGATIVE = tl.constexpr(-1.0e30)
 """Score of a masked key. It is finite, because -inf would give NaN in a row whose keys are all masked."""
 
 
+_LOG2E = tl.constexpr(LOG2E)
+
+
 @triton.jit
 def step_tile(
     acc, l_i, m_i, q, k_ptr, v_ptr, stride_ks, stride_vs, col, stop, seen_to, weight, scale,
@@ -50,20 +53,26 @@ def step_tile(
     return acc, l_i, m_ij
 
 
+@triton.jit
+def of_sink(sink_ptr, l_i, m_i):
+    """Begin the online softmax with a head's attention sink, which has no value."""
+    return l_i + 1.0, tl.zeros_like(m_i) + tl.load(sink_ptr).to(tl.float32) * _LOG2E
+
+
 _VARYING = "stride_ib stride_ih stride_in rows keys row0 critical packed_slots chunk_slots".split()
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def flash_kernel(  # noqa: PLR0915
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, packed_ptr, index_ptr,
-    count_ptr, q_strides, k_strides, v_strides, out_strides, packed_strides, stride_ib, stride_ih,
+    count_ptr, sink_ptr, q_strides, k_strides, v_strides, out_strides, packed_strides, stride_ib, stride_ih,
     stride_in, heads, group, rows, keys, row0, step, critical, chunk, packed_slots, chunk_slots, scale,
     LISTED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for ROWS rows of one query head; the first programs take the last rows.
     `inputs.PackedKeys` explains the packed arguments. WINDOW: sliding window in keys, including the row's own
-    key; 0: none."""
+    key; 0: none. sink_ptr: each head's attention sink; None: none."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -79,6 +88,8 @@ def flash_kernel(  # noqa: PLR0915
     acc = tl.zeros([ROWS, D], tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     m_i = tl.full([ROWS], NEGATIVE, tl.float32)
+    if sink_ptr is not None:
+        l_i, m_i = of_sink(sink_ptr + h, l_i, m_i)
     last = tl.minimum(row0 + step * (tile * ROWS + ROWS - 1), keys - 1)
     first = row0 + step * tile * ROWS
     lane = tl.arange(0, COLS)
@@ -159,7 +170,7 @@ def launch_plain(
     if mask is not None:
         lists, list_strides = (mask.index_BHNM, mask.count_BHN.contiguous()), mask.index_BHNM.stride()[:3]
     constants = tile_constants(q)
-    tensors = (q, k, v, out, *runs, *lists)
+    tensors = (q, k, v, out, *runs, *lists, x.sink_H)
     sizes = (heads, x.group, count, k.shape[2], rows.row0, rows.step, *run_sizes)
     flash_kernel[(triton.cdiv(count, constants["ROWS"]), batch * heads)](
         *tensors,

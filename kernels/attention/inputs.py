@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
 from deltafront.kernels.constants import BLOCK, PREFILL_HEAD_DIMS
@@ -77,12 +78,44 @@ def window_begin(row: int, window: int) -> int:
 
 
 def attend_keys(
-    q_HTD: torch.Tensor, k_JD: torch.Tensor, v_JD: torch.Tensor, mask_TJ: torch.Tensor, scale: float
+    x: AttentionInput,
+    heads: slice,
+    q_HTD: torch.Tensor,
+    k_JD: torch.Tensor,
+    v_JD: torch.Tensor,
+    mask_TJ: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute float32 out_HTD of several heads over the same J keys on the CPU. mask_TJ: an SDPA mask."""
+    """Compute float32 out_HTD of some heads of x over the same J keys on the CPU. mask_TJ: an SDPA mask."""
     shape = (1, q_HTD.shape[0], *k_JD.shape)
     k, v = k_JD.float().expand(shape), v_JD.float().expand(shape)
-    return scaled_dot_product_attention(q_HTD[None].float(), k, v, attn_mask=mask_TJ, scale=scale)[0]
+    sink_H = None if x.sink_H is None else x.sink_H[heads]
+    return sdpa(q_HTD[None].float(), k, v, mask_TJ, x.scale, sink_H)[0]
+
+
+def sdpa(
+    q_BHTD: torch.Tensor,
+    k_BGSD: torch.Tensor,
+    v_BGSD: torch.Tensor,
+    mask_TS: torch.Tensor,
+    scale: float,
+    sink_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute attention on the CPU, with one key and value of zeros more if there are sinks. This key's mask
+    is the sink."""
+    if sink_H is None:
+        return scaled_dot_product_attention(
+            q_BHTD, k_BGSD, v_BGSD, attn_mask=mask_TS, scale=scale, enable_gqa=True
+        )
+    if mask_TS.dtype == torch.bool:
+        mask_TS = torch.zeros(mask_TS.shape).masked_fill_(~mask_TS, float("-inf"))
+    rows, heads = len(mask_TS), len(sink_H)
+    bias_HTS = torch.cat(
+        [mask_TS.expand(heads, -1, -1), sink_H.float()[:, None, None].expand(-1, rows, 1)], dim=2
+    )
+    k_BGSD, v_BGSD = (F.pad(side, (0, 0, 0, 1)) for side in (k_BGSD, v_BGSD))
+    return scaled_dot_product_attention(
+        q_BHTD, k_BGSD, v_BGSD, attn_mask=bias_HTS, scale=scale, enable_gqa=True
+    )
 
 
 def check_mask(x: AttentionInput, mask: TileMask | None, name: str) -> TileMask:

@@ -23,7 +23,7 @@ def launch(
         window: Sliding window in keys, including the row's own key. 0: no window.
     """
     check_launch(x)
-    if not window and hopper.takes(x, rows) and (tail is None or hopper.takes(x, tail)):
+    if not window and x.sink_H is None and hopper.takes(x, rows) and (tail is None or hopper.takes(x, tail)):
         hopper.launch(x, rows, tail, mask=mask, packed=packed)
         return
     launch_plain(x, rows, mask=mask, packed=packed, window=window)

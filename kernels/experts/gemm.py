@@ -50,15 +50,39 @@ _WIDE = (*TILES[:1], Tile(rows=32, columns=32, step_bytes=128, warps=4, stages=2
 """Tiles for float32, which tensor cores do not multiply."""
 
 
+LIMIT, STEEP = 7.0, 1.702
+"""Constants of gpt-oss's activation, `mixture.clamped_swiglu`."""
+_LIMIT, _STEEP = tl.constexpr(LIMIT), tl.constexpr(STEEP)
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """The parts of experts that only some families have.
+
+    Attributes:
+        gate_up_bias, down_bias: All experts' biases, in the order of the matrices' rows. None: no biases.
+        clamped: The activation is `mixture.clamped_swiglu` instead of SiLU(gate) · up.
+    """
+
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    clamped: bool = False
+
+
+PLAIN = ExpertOptions()
+
+
 @triton.jit
-def experts_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, order_ptr, counts_ptr, share_ptr, out_ptr,
-    GATED: tl.constexpr, FP8: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr,
-    PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+def experts_kernel(  # noqa: PLR0915
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, order_ptr, counts_ptr, share_ptr, bias_ptr,
+    out_ptr, GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile. With GATED, compute SiLU(gate) · up of rows in token order and write rows sorted by
-    expert. Otherwise read rows sorted by expert and write rows in token order, times their routing weights.
+    """Compute one tile. With GATED, compute SiLU(gate) · up (with CLAMPED, `mixture.clamped_swiglu`) of rows
+    in token order and write rows sorted by expert. Otherwise read rows sorted by expert and write rows in
+    token order, times their routing weights. bias_ptr None: experts have no biases.
     """
     ACROSS: tl.constexpr = (COLUMNS + COLUMNS_TILE - 1) // COLUMNS_TILE
     block = tl.program_id(0) // ACROSS
@@ -102,8 +126,17 @@ def experts_kernel(
         acc_RC *= scale_R * tl.load(weight_scale_ptr + row_C, mask=inside_C, other=0.0)[None, :]
         if GATED:
             up_RC *= scale_R * tl.load(weight_scale_ptr + COLUMNS + row_C, mask=inside_C, other=0.0)[None, :]
+    if bias_ptr is not None:
+        acc_RC += tl.load(bias_ptr + row_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up_RC += tl.load(bias_ptr + COLUMNS + row_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        acc_RC = acc_RC / (1.0 + tl.exp(-acc_RC)) * up_RC
+        if CLAMPED:
+            acc_RC = tl.minimum(acc_RC, _LIMIT)
+            up_RC = tl.minimum(tl.maximum(up_RC, -_LIMIT), _LIMIT) + 1.0
+            acc_RC = acc_RC / (1.0 + tl.exp(acc_RC * -_STEEP)) * up_RC
+        else:
+            acc_RC = acc_RC / (1.0 + tl.exp(-acc_RC)) * up_RC
         to_R = place_R.to(tl.int64)
     else:
         acc_RC *= tl.load(share_ptr + order_R, mask=inside_R, other=0.0)[:, None]
@@ -140,6 +173,7 @@ def kernel_gemm(
     *,
     gated: bool,
     tile: Tile | None = None,
+    options: ExpertOptions = PLAIN,
 ) -> torch.Tensor:
     """Multiply each assignment's row with its expert's matrix.
 
@@ -150,7 +184,8 @@ def kernel_gemm(
         tile: None: chosen by the mean number of rows per expert.
 
     Returns:
-        If gated, SiLU(gate) · up, sorted by expert. Otherwise outputs times routing weights, in token order.
+        If gated, the activation's output, sorted by expert. Otherwise outputs times routing weights, in token
+        order.
     """
     experts, assignments = len(routes.counts_E), len(routes.order_M)
     x_values, x_scale = _parts(x)
@@ -169,8 +204,10 @@ def kernel_gemm(
         routes.order_M,
         routes.counts_E,
         routes.share_M,
+        options.gate_up_bias if gated else options.down_bias,
         out,
         GATED=gated,
+        CLAMPED=gated and options.clamped,
         FP8=isinstance(weight, Fp8Rows),
         EXPERTS=experts,
         EXPERTS_BLOCK=next_power_of_2(experts),

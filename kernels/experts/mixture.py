@@ -7,7 +7,7 @@ J = 2 I.
 import torch
 import torch.nn.functional as F
 
-from deltafront.kernels.experts.gemm import Tile, kernel_gemm, tiles_for
+from deltafront.kernels.experts.gemm import LIMIT, PLAIN, STEEP, ExpertOptions, Tile, kernel_gemm, tiles_for
 from deltafront.kernels.experts.routing import Router, cpu_route, kernel_route
 from deltafront.kernels.interface import KernelInputError, runs_on_cpu
 from deltafront.kernels.layers.fp8 import Fp8Rows, quantise_rows
@@ -22,6 +22,7 @@ def mixture(
     down: LinearInput,
     router: Router,
     tile: Tile | None = None,
+    options: ExpertOptions = PLAIN,
 ) -> torch.Tensor:
     """Compute each token's MLP output: the sum of its experts' outputs times their routing weights.
 
@@ -37,12 +38,17 @@ def mixture(
     """
     _check(x_TC, logits_TE, gate_up, down, router)
     if runs_on_cpu(x_TC, "mixture"):
-        return cpu_mixture(x_TC, logits_TE, gate_up, down, router)
-    return kernel_mixture(x_TC, logits_TE, gate_up, down, router, tile)
+        return cpu_mixture(x_TC, logits_TE, gate_up, down, router, options)
+    return kernel_mixture(x_TC, logits_TE, gate_up, down, router, tile, options)
 
 
 def compile_mixture(
-    experts: int, gate_up: LinearInput, down: LinearInput, router: Router, dtype: torch.dtype
+    experts: int,
+    gate_up: LinearInput,
+    down: LinearInput,
+    router: Router,
+    dtype: torch.dtype,
+    options: ExpertOptions = PLAIN,
 ) -> None:
     """Compile the kernels that `mixture` launches with these weights, for every number of tokens.
 
@@ -56,7 +62,7 @@ def compile_mixture(
     of_logits = dtype if router.bias_E is None else torch.float32
     logits_TE = torch.zeros((1, experts), dtype=of_logits, device=values.device)
     for tile in tiles_for(values.dtype):
-        mixture(x_TC, logits_TE, gate_up, down, router, tile)
+        mixture(x_TC, logits_TE, gate_up, down, router, tile, options)
 
 
 def cpu_mixture(
@@ -65,6 +71,7 @@ def cpu_mixture(
     gate_up: LinearInput,
     down: LinearInput,
     router: Router,
+    options: ExpertOptions = PLAIN,
 ) -> torch.Tensor:
     expert_TK, share_TK = cpu_route(logits_TE, router)
     x, experts = _input(x_TC, gate_up), logits_TE.shape[1]
@@ -72,11 +79,22 @@ def cpu_mixture(
     for expert in sorted({*expert_TK.flatten().tolist()}):
         token_R, slot_R = (expert_TK == expert).nonzero(as_tuple=True)
         gate_up_JC, down_CI = (_of_expert(rows, expert, experts) for rows in (gate_up, down))
-        gate_RI, up_RI = F.linear(_plain(x)[token_R], gate_up_JC).chunk(2, dim=-1)
-        active = _input((F.silu(gate_RI) * up_RI).to(x_TC.dtype), down)
-        update_RC = F.linear(_plain(active), down_CI).float()
+        bias_J, bias_C = (
+            None if bias is None else bias.view(experts, -1)[expert].to(gate_up_JC.dtype)
+            for bias in (options.gate_up_bias, options.down_bias)
+        )
+        gate_RI, up_RI = F.linear(_plain(x)[token_R], gate_up_JC, bias_J).chunk(2, dim=-1)
+        active_RI = clamped_swiglu(gate_RI, up_RI) if options.clamped else F.silu(gate_RI) * up_RI
+        active = _input(active_RI.to(x_TC.dtype), down)
+        update_RC = F.linear(_plain(active), down_CI, bias_C).float()
         sum_TC.index_add_(0, token_R, update_RC * share_TK[token_R, slot_R, None])
     return sum_TC.to(x_TC.dtype)
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Compute gate · sigmoid(1.702 gate) · (up + 1), gate at most 7, up between -7 and 7 (gpt-oss)."""
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(STEEP * gate))
 
 
 def kernel_mixture(
@@ -86,12 +104,13 @@ def kernel_mixture(
     down: LinearInput,
     router: Router,
     tile: Tile | None = None,
+    options: ExpertOptions = PLAIN,
 ) -> torch.Tensor:
     routes, per_token = kernel_route(logits_TE, router), router.per_token
     x, dtype = _input(x_TC, gate_up), x_TC.dtype
-    active_MI = kernel_gemm(x, gate_up, routes, per_token, dtype, gated=True, tile=tile)
+    active_MI = kernel_gemm(x, gate_up, routes, per_token, dtype, gated=True, tile=tile, options=options)
     active = _input(active_MI, down)
-    out_MC = kernel_gemm(active, down, routes, per_token, dtype, gated=False, tile=tile)
+    out_MC = kernel_gemm(active, down, routes, per_token, dtype, gated=False, tile=tile, options=options)
     return out_MC.view(-1, per_token, x_TC.shape[1]).sum(1)
 
 

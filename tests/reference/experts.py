@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from deltafront.kernels.experts.gemm import PLAIN, ExpertOptions
 from deltafront.kernels.experts.routing import Router
 
 from .layers import swiglu
@@ -32,18 +33,32 @@ def routed(logits_E: list[float], router: Router) -> dict[int, float]:
     return {expert: shares[expert] / whole * router.scale for expert in best}
 
 
+def clamped_swiglu(gate_up_TJ: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up_TJ.chunk(2, dim=1)
+    gate, up = torch.minimum(gate, gate.new_tensor(7.0)), torch.clip(up, -7.0, 7.0)
+    return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+
+
 def mixture(
     x_TC: torch.Tensor,
     logits_TE: torch.Tensor,
     gate_up_EJC: torch.Tensor,
     down_ECI: torch.Tensor,
     router: Router,
+    options: ExpertOptions = PLAIN,
 ) -> torch.Tensor:
-    rows = []
+    rows, experts = [], len(gate_up_EJC)
+    gate_up_bias, down_bias = (
+        torch.zeros(experts, 1, dtype=torch.float64)
+        if bias is None
+        else bias.cpu().double().view(experts, -1)
+        for bias in (options.gate_up_bias, options.down_bias)
+    )
+    activate = clamped_swiglu if options.clamped else swiglu
     for x_C, logits_E in zip(x_TC.double(), logits_TE.double().tolist(), strict=True):
         sum_C = torch.zeros_like(x_C)
         for expert, share in routed(logits_E, router).items():
-            active_1I = swiglu((gate_up_EJC[expert].double() @ x_C)[None])
-            sum_C += share * (down_ECI[expert].double() @ active_1I[0])
+            active_1I = activate((gate_up_EJC[expert].double() @ x_C + gate_up_bias[expert])[None])
+            sum_C += share * (down_ECI[expert].double() @ active_1I[0] + down_bias[expert])
         rows.append(sum_C)
     return torch.stack(rows)

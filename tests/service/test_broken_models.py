@@ -63,7 +63,7 @@ def whole(tmp_path: Path) -> Path:
         ("config.json", {"head_dim": 80}, "config.json says"),
         ("config.json", {"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ("config.json", {"attention_bias": True}, "the weights lack"),
-        ("config.json", {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 7.0}, "attention sinks"),
+        ("config.json", {"architectures": ["MiMoV2ForCausalLM"]}, "attention sinks"),
         ("config.json", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
         (
             "config.json",

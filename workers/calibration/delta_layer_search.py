@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deltafront.kernels.attention.sinks import with_sinks
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.interface import AttentionInput
 from deltafront.workers.calibration.delta_layers import Calibration, choose, selected_pages
@@ -91,7 +92,7 @@ class DecodedRows:
         selected_RS: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the text's keys, with each row's own K and V in place of the text's at its position.
-        Returns out_RHD and weights_GJRS."""
+        Returns out_RHD, and weights_GJRS without sinks."""
         k_GSD, v_GSD = self._kv[layer]
         rows, heads, dim = q_RHD.shape
         groups = k_GSD.shape[0]
@@ -106,10 +107,14 @@ class DecodedRows:
         if window := self._stack.config.windows.get(layer):
             key_S = torch.arange(k_GSD.shape[1], device=place_R.device)
             hidden_RS = hidden_RS | (key_S <= place_R[:, None] - window)
-        weights_GJRS = (logits_GJRS * dim**-0.5).masked_fill_(hidden_RS, float("-inf")).softmax(-1)
+        logits_GJRS = (logits_GJRS * dim**-0.5).masked_fill_(hidden_RS, float("-inf"))
+        weights_GJRS = logits_GJRS.softmax(-1)
         out_GJRD = (weights_GJRS.to(v_GSD.dtype) @ v_GSD[:, None]).float()
         changed_GRD = (v_RGD.transpose(0, 1) - v_GSD[:, place_R]).float()
         out_GJRD += weights_GJRS[..., row_R, place_R][..., None] * changed_GRD[:, None]
+        if (sink_H := self._stack.sinks(layer)) is not None:
+            sink_GJ1 = sink_H.view(groups, -1, 1)
+            out_GJRD = with_sinks(out_GJRD, logits_GJRS.logsumexp(-1), sink_GJ1)
         return out_GJRD.flatten(0, 1).transpose(0, 1).to(q_RHD.dtype), weights_GJRS
 
 

@@ -26,7 +26,8 @@ def read_densely(
     dense = build(method_spec("dense"), windows=stack.config.windows)
 
     def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-        x = AttentionInput.of(*(rows.transpose(0, 1)[None].contiguous() for rows in (q_THD, k_TGD, v_TGD)))
+        qkv = (rows.transpose(0, 1)[None].contiguous() for rows in (q_THD, k_TGD, v_TGD))
+        x = AttentionInput.of(*qkv, sink_H=stack.sinks(layer))
         replaced_BHTD = hook(layer, x)
         out_BHTD = attended(dense, x, layer) if replaced_BHTD is None else replaced_BHTD
         return out_BHTD[0].transpose(0, 1)

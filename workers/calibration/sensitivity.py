@@ -84,4 +84,5 @@ def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tenso
 
 def _rows(x: AttentionInput, first: int, last: int) -> AttentionInput:
     q_BHTD = x.q_BHTD[:, :, first:last]
-    return AttentionInput.of(q_BHTD, x.k_BGSD[:, :, :last], x.v_BGSD[:, :, :last], q_start=first)
+    k_BGSD, v_BGSD = x.k_BGSD[:, :, :last], x.v_BGSD[:, :, :last]
+    return AttentionInput.of(q_BHTD, k_BGSD, v_BGSD, q_start=first, sink_H=x.sink_H)

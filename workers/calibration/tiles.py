@@ -86,7 +86,8 @@ def tiles_read(
         for seen_LBGSD, new_TGD in ((k_LBGSD, k_TGD), (v_LBGSD, v_TGD)):
             seen_LBGSD[layer, 0, :, start:end] = new_TGD.transpose(0, 1)
         seen = k_LBGSD[layer, :, :, :end], v_LBGSD[layer, :, :, :end]
-        x = AttentionInput.of(q_THD.transpose(0, 1)[None], *seen, q_start=start, prompt_tokens=tokens)
+        q_BHTD, sink_H = q_THD.transpose(0, 1)[None], stack.sinks(layer)
+        x = AttentionInput.of(q_BHTD, *seen, q_start=start, prompt_tokens=tokens, sink_H=sink_H)
         out_BHTD, _coverage = method.attend(x, states[layer])
         if recorder is not None and recorder.mask is not None:  # else all causal tiles were computed
             rows = slice(x.first_block, x.first_block + x.query_blocks)

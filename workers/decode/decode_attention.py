@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deltafront.kernels.attention.sinks import with_sinks
 from deltafront.kernels.layers.kv_int8 import Scales
 from deltafront.kernels.paged_decode.dispatch import (
     paged_attention,
@@ -152,31 +153,47 @@ class StepAttention:
         k_PSGD: torch.Tensor,
         v_PSGD: torch.Tensor,
         scales: Scales | None = None,
+        sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute one layer's attention output, out_RHD. This step's KV must already be in the pages.
 
         Args:
             scales: The scales of an 8-bit KV cache.
+            sink_H: The attention sinks (`AttentionInput`). Pages are scored without them, so that all heads
+                count, however large their sinks.
         """
+        out_RHD, lse_RH = self._attended(layer, q_RHD, k_PSGD, v_PSGD, scales)
+        if sink_H is None:
+            return out_RHD
+        return with_sinks(out_RHD, lse_RH, sink_H)
+
+    def _attended(
+        self,
+        layer: int,
+        q_RHD: torch.Tensor,
+        k_PSGD: torch.Tensor,
+        v_PSGD: torch.Tensor,
+        scales: Scales | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out_RHD and lse_RH without sinks, and select pages."""
         role, rows = self._plan.roles[layer], self._rows
         args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
         how: dict[str, Any] = {"scale": self._scale, "scales": scales}
         if rows.selects_R is None or role is LayerRole.DENSE:
-            return paged_attention(*args, **how, window=self._plan.windows.get(layer, 0))[0]
+            return paged_attention(*args, **how, window=self._plan.windows.get(layer, 0))
         if role is LayerRole.SPARSE:
             assert self._selected is not None  # every sparse layer comes after a Δ-layer (plan_layers)
             selected_RK, counts_R = self._selected
-            out_RHD, _lse = paged_attention_sparse(*args, selected_RK=selected_RK, counts_R=counts_R, **how)
-            return out_RHD
+            return paged_attention_sparse(*args, selected_RK=selected_RK, counts_R=counts_R, **how)
         alone = self._collectives.ranks == 1
-        out_RHD, _lse, score_RS = paged_attention_scored(*args, span=PAGE_TOKENS if alone else 1, **how)
+        out_RHD, lse_RH, score_RS = paged_attention_scored(*args, span=PAGE_TOKENS if alone else 1, **how)
         page_score_RP = score_RS if alone else self._over_all_heads(score_RS)
         plan = self._plan
         selected_RK, counts_R = select_pages(
             page_score_RP, rows.lengths_R, budget=plan.budget, recency=plan.recency, page_tokens=PAGE_TOKENS
         )
         self._selected = selected_RK, counts_R * rows.selects_R  # a count of 0 means all pages
-        return out_RHD
+        return out_RHD, lse_RH
 
     def _over_all_heads(self, token_score_RS: torch.Tensor) -> torch.Tensor:
         score_RS = self._collectives.max(token_score_RS)

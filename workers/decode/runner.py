@@ -281,7 +281,8 @@ class DecodeRunner:
         self, layer: int, q_THD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, start: int
     ) -> torch.Tensor:
         q_BHTD = q_THD.transpose(0, 1)[None].to(k_GSD.dtype)
-        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start)
+        sink_H = self.stack.sinks(layer)
+        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start, sink_H=sink_H)
         config = self.stack.config
         heads = config.q_heads, config.kv_heads, config.head_dim
         spec = StateSpec(1, *heads, k_GSD.shape[1], k_GSD.device, k_GSD.dtype, layer)
@@ -343,7 +344,8 @@ class DecodeRunner:
             return self.cache.kv_rows(layer, rows_R)
 
         def attend(layer: int, q_RHD: torch.Tensor) -> torch.Tensor:
-            return step.attend(layer, q_RHD, *self.cache.layer(layer), self.cache.scales(layer))
+            kv = *self.cache.layer(layer), self.cache.scales(layer)
+            return step.attend(layer, q_RHD, *kv, sink_H=self.stack.sinks(layer))
 
         hidden_RC = self.stack.run(
             self.stack.embed(batch.ids_R), positions_R, AttentionCalls(kv_rows, attend)

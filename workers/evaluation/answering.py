@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from tokenizers import Tokenizer
 
+from deltafront.kernels.attention.sinks import with_sinks
 from deltafront.workers.evaluation.comparison import TOLD, MeasuredAnswer
 from deltafront.workers.evaluation.paged import PagedSteps
 from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
@@ -225,6 +226,8 @@ class Together:
                 hidden_B11S = unseen_B11S | (back_B11S >= windows[layer])
             weights_BGJS = logits_BGJS.masked_fill_(hidden_B11S, float("-inf")).softmax(-1)
             attended_BHD: torch.Tensor = (weights_BGJS.to(v_BGSD.dtype) @ v_BGSD).view(q_BHD.shape)
+            if (sink_H := self._stack.sinks(layer)) is not None:
+                return with_sinks(attended_BHD, logits_BGJS.logsumexp(-1).flatten(1), sink_H)
             return attended_BHD
 
         return attend

@@ -39,7 +39,7 @@ class PagedSteps:
         self, stack: LayerStack, config: DecodeConfig, k_LBGSD: torch.Tensor, v_LBGSD: torch.Tensor
     ) -> None:
         layers, batch, heads, room, dim = k_LBGSD.shape
-        self._plan = delta_plan(stack, config)
+        self._plan, self._sinks = delta_plan(stack, config), stack.sinks
         self._pages, self._scale = pages_for(room), dim**-0.5
         pages = batch * self._pages
         self._cache = PagedKVCache(range(layers), heads, dim, pages, stack.dtype, stack.device)
@@ -60,6 +60,6 @@ class PagedSteps:
         def attend(layer: int, q_BHD: torch.Tensor, k_BGD: torch.Tensor, v_BGD: torch.Tensor) -> torch.Tensor:
             k_RGD, v_RGD = self._cache.rows(layer)
             k_RGD[rows_B], v_RGD[rows_B] = k_BGD, v_BGD
-            return step.attend(layer, q_BHD, *self._cache.layer(layer))
+            return step.attend(layer, q_BHD, *self._cache.layer(layer), sink_H=self._sinks(layer))
 
         return attend

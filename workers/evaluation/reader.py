@@ -112,7 +112,12 @@ class Reader:
             def attend(layer: int, q_BHTD: torch.Tensor, start: int = first) -> torch.Tensor:
                 k_BGSD, v_BGSD = self._seen(layer, start + q_BHTD.shape[2])
                 x = AttentionInput.of(
-                    q_BHTD.contiguous(), k_BGSD, v_BGSD, q_start=start, prompt_tokens=len(ids)
+                    q_BHTD.contiguous(),
+                    k_BGSD,
+                    v_BGSD,
+                    q_start=start,
+                    prompt_tokens=len(ids),
+                    sink_H=self.stack.sinks(layer),
                 )
                 out_BHTD, covered = attention.attend(x, states[layer], timer.phase)
                 counts.append(covered)
@@ -186,7 +191,7 @@ class Reader:
             window = self.stack.config.windows.get(layer, 0)
             if look is not None and not window:
                 look(layer, q_BHTD[0].transpose(0, 1))
-            x = AttentionInput.of(q_BHTD.contiguous(), k_BGSD, v_BGSD)
+            x = AttentionInput.of(q_BHTD.contiguous(), k_BGSD, v_BGSD, sink_H=self.stack.sinks(layer))
             return DenseBackend(window=window).attend(x, None, None, no_phase)
 
         return self._forward(ids, attend)

@@ -13,7 +13,7 @@ from deltafront.workers.model.families.granite import GRANITE, GRANITE4, HYPERCL
 from deltafront.workers.model.families.hunyuan import HUNYUAN, HUNYUAN_MOE, HY3
 from deltafront.workers.model.families.layer_norms import COHERE, COHERE2, JAIS2, NEMOTRON, STARCODER2
 from deltafront.workers.model.families.llama import AFMOE, APERTUS, ARCEE, CWM, LLAMA, PHI3, SEED_OSS, SMOLLM3
-from deltafront.workers.model.families.mistral import MINIMAX_M2, MINISTRAL3, MISTRAL, MIXTRAL
+from deltafront.workers.model.families.mistral import GPT_OSS, MINIMAX_M2, MINISTRAL3, MISTRAL, MIXTRAL
 from deltafront.workers.model.families.olmo2 import OLMO2, OLMO3, OLMOE
 from deltafront.workers.model.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL
 
@@ -23,7 +23,7 @@ _OURS = (
     *(MIXTRAL, QWEN2_MOE, MINIMAX_M2, ERNIE4_5, ERNIE4_5_MOE, OLMOE),
     *(STARCODER2, COHERE, COHERE2, APERTUS, HUNYUAN),
     *(HUNYUAN_MOE, HY3, DOTS1, SOLAR_OPEN, EXAONE_MOE, MELLUM, CWM, AFMOE),
-    *(NEMOTRON, JAIS2, HYPERCLOVAX, QWEN3_VL),
+    *(NEMOTRON, JAIS2, HYPERCLOVAX, QWEN3_VL, GPT_OSS),
 )
 
 FAMILIES: dict[str, Family] = {}
@@ -35,7 +35,6 @@ _ARCHITECTURES: Mapping[str, str] = {
     "Gemma3n": "layers that share their KV cache",
     "Gemma4": "heads of other sizes in layers without windows",
     "GPTNeoX": "heads' queries, keys and values in one matrix",
-    "GptOss": "attention sinks and experts in MXFP4",
     "GraniteMoeFor": "experts stored in one tensor",
     "GraniteMoeShared": "experts stored in one tensor",
     "GraniteMoeSWA": "attention sinks",

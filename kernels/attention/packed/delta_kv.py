@@ -101,7 +101,7 @@ def _attend_block(
     k_JD, v_JD = torch.cat([keys_PD, k_JD.float()]), torch.cat([values_PD, v_JD.float()])
     bias_TJ = torch.cat([length_P.log().expand(seen.shape[0], -1), bias_TJ], dim=1)
     heads = slice(g * x.group, (g + 1) * x.group)
-    return attend_keys(x.q_BHTD[b, heads, rows], k_JD, v_JD, bias_TJ, x.scale)
+    return attend_keys(x, heads, x.q_BHTD[b, heads, rows], k_JD, v_JD, bias_TJ)
 
 
 def kernel_attend(x: AttentionInput, state: PackedRuns, *, critical: int, means: bool) -> torch.Tensor:

@@ -148,4 +148,5 @@ def _attend_block(
     k_JD, v_JD = (kv[b, h // x.group].index_select(0, key_J).float() for kv in (x.k_BGSD, x.v_BGSD))
     k_JD, v_JD = torch.cat([keys_PD, k_JD]), torch.cat([values_PD, v_JD])
     mask_TJ = torch.cat([weight_TP, bias_TJ], dim=1)
-    return attend_keys(x.q_BHTD[b, h : h + 1, rows], k_JD, v_JD, mask_TJ, x.scale)[0]
+    heads = slice(h, h + 1)
+    return attend_keys(x, heads, x.q_BHTD[b, heads, rows], k_JD, v_JD, mask_TJ)[0]

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltafront.kernels.attention.flash import NEGATIVE, step_tile, tile_constants
+from deltafront.kernels.attention.flash import NEGATIVE, of_sink, step_tile, tile_constants
 from deltafront.kernels.attention.inputs import check_launch, new_output
 from deltafront.kernels.attention.packed.pack import pack
 from deltafront.kernels.attention.packed.runs import PackedRuns
@@ -68,9 +68,9 @@ _VARYING = "stride_ib stride_ih stride_in stride_en rows keys row0 packed_slots 
 @triton.jit(do_not_specialize=_VARYING)
 def mixed_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, offset_ptr, index_ptr,
-    exact_ptr, count_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kg, stride_ks, stride_vb,
-    stride_vg, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_ih, stride_in, stride_en,
-    heads, group, rows, keys, row0, packed_slots, offset_slots, scale,
+    exact_ptr, count_ptr, sink_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kg, stride_ks,
+    stride_vb, stride_vg, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_ih, stride_in,
+    stride_en, heads, group, rows, keys, row0, packed_slots, offset_slots, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of ROWS rows over their listed tiles, exact or packed, and last the diagonal."""
@@ -93,6 +93,8 @@ def mixed_kernel(
     acc = tl.zeros([ROWS, D], tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     m_i = tl.full([ROWS], NEGATIVE, tl.float32)
+    if sink_ptr is not None:
+        l_i, m_i = of_sink(sink_ptr + h, l_i, m_i)
     n = tile * ROWS // BLOCK
     blocks = tl.cdiv(rows, BLOCK)
     list_id = tl.program_id(1).to(tl.int64) * blocks + n
@@ -142,6 +144,7 @@ def kernel_attend(
     mixed_kernel[(triton.cdiv(q.shape[2], constants["ROWS"]), q.shape[0] * q.shape[1])](
         *tensors,
         *lists,
+        x.sink_H,
         *strides(q, k, v, out, mask.index_BHNM),
         exact_BHNM.shape[3],
         *sizes,

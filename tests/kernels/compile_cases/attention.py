@@ -35,14 +35,17 @@ FLASH_SIZES = {"ROWS": BLOCK, "COLS": BLOCK, "BLOCK": BLOCK, "PRECISION": "tf32"
 FLASH_CASES = [
     (
         flash.flash_kernel,
-        FLASH_TYPES,
+        FLASH_TYPES | ({"sink_ptr": "*bf16"} if sinks else {}),
         {"LISTED": kind == "listed", "PACKED": kind == "packed", "WINDOW": window, "D": dim, **FLASH_SIZES}
-        | ({"COLS": 64} if dim == 256 else {}),
+        | ({"COLS": 64} if dim == 256 else {})
+        | ({} if sinks else {"sink_ptr": None}),
         {"num_warps": 8, "num_stages": 2},
     )
-    for kind, window, dim in (
-        *(("dense", 0, 128), ("listed", 0, 64), ("packed", 0, 128), ("dense", 4096, 128)),
-        *(("dense", 0, 256), ("listed", 0, 256), ("packed", 0, 256), ("dense", 1024, 256)),
+    for kind, window, dim, sinks in (
+        *(("dense", 0, 128, False), ("listed", 0, 64, False), ("packed", 0, 128, False)),
+        *(("dense", 4096, 128, False), ("dense", 0, 256, False), ("listed", 0, 256, False)),
+        *(("packed", 0, 256, False), ("dense", 1024, 256, False)),
+        *(("dense", 128, 64, True), ("dense", 0, 64, True), ("listed", 0, 64, True), ("packed", 0, 64, True)),
     )
 ]
 
@@ -102,11 +105,12 @@ MIXED_CASES = [
     *(
         (
             delta_xattention_kernel.mixed_kernel,
-            MIXED_TYPES,
-            {"D": dim, "ROWS": BLOCK, "COLS": cols, "BLOCK": BLOCK, "PRECISION": "tf32"},
+            MIXED_TYPES | ({"sink_ptr": "*bf16"} if sinks else {}),
+            {"D": dim, "ROWS": BLOCK, "COLS": cols, "BLOCK": BLOCK, "PRECISION": "tf32"}
+            | ({} if sinks else {"sink_ptr": None}),
             {"num_warps": 8, "num_stages": 2},
         )
-        for dim, cols in ((128, 64), (256, 32))
+        for dim, cols, sinks in ((128, 64, False), (256, 32, False), (64, 64, True))
     ),
     (delta_xattention_kernel.exact_kernel, EXACT, {"ENTRIES": 1024}),
 ]

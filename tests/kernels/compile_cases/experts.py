@@ -46,7 +46,7 @@ ROUTE_CASES = [
 
 
 def gemm_case(
-    tile: gemm.Tile, gated: bool, fp8: bool = False
+    tile: gemm.Tile, gated: bool, fp8: bool = False, clamped: bool = False
 ) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
     numbers, scale = ("*fp8e4nv", "*fp32") if fp8 else ("*bf16", "*bf16")
     types = {
@@ -55,10 +55,13 @@ def gemm_case(
         **dict.fromkeys(("order_ptr", "counts_ptr"), "*i32"),
         "share_ptr": "*fp32",
         "out_ptr": "*bf16",
+        **({"bias_ptr": "*bf16"} if clamped else {}),
     }
     width, columns = (2048, 768) if gated else (768, 2048)
     sizes = {
+        **({} if clamped else {"bias_ptr": None}),
         "GATED": gated,
+        "CLAMPED": gated and clamped,
         "FP8": fp8,
         "EXPERTS": 128,
         "EXPERTS_BLOCK": 128,
@@ -76,5 +79,6 @@ def gemm_case(
 GEMM_CASES = [
     gemm_case(tile, gated, fp8) for tile in gemm.TILES for gated in (False, True) for fp8 in (False, True)
 ]
+GEMM_CASES += [gemm_case(tile, gated, clamped=True) for tile in gemm.TILES[:2] for gated in (False, True)]
 
 COMPILE_CASES = [*ROUTE_CASES, *GEMM_CASES]

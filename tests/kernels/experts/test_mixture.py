@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.kernels.experts.gemm import TILES, Tile, tile_for, tiles_for
+from deltafront.kernels.experts.gemm import TILES, ExpertOptions, Tile, tile_for, tiles_for
 from deltafront.kernels.experts.mixture import compile_mixture, cpu_mixture, kernel_mixture, mixture
 from deltafront.kernels.experts.routing import Router, cpu_route, kernel_route
 from deltafront.kernels.interface import KernelInputError
@@ -72,6 +72,23 @@ def assert_routed(logits_TE: torch.Tensor, router: Router) -> None:
         assert found[token] == pytest.approx(shares, rel=1e-5)
         of_cpu = zip(expert_TK[token].tolist(), share_TK[token].tolist(), strict=True)
         assert dict(of_cpu) == pytest.approx(shares, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "columns", "tile"), [(64, 32, SMALL), (72, 40, SMALL), (64, 128, TILES[1])]
+)
+def test_biases_and_the_clamped_activation_equal_the_oracle(hidden: int, columns: int, tile: Tile) -> None:
+    """Many gates and ups are clamped."""
+    x_TC, logits_TE, router = draw(TOKENS, hidden), logits("ragged", 6, 3), Router(per_token=3, normed=True)
+    gate_up_JC, down_CI = weights(6, hidden, columns, torch.float32)
+    options = ExpertOptions(draw(6 * 2 * columns) * 8, draw(6 * hidden), clamped=True)
+    given = (x_TC, logits_TE, gate_up_JC * 8, down_CI, router)
+    stacked = [one.cpu().view(6, -1, one.shape[1]) for one in given[2:4]]
+    wanted_TC = reference.mixture(x_TC.cpu(), logits_TE.cpu(), *stacked, router, options)
+    assert_rows_close(cpu_mixture(*given, options).cpu().double(), wanted_TC, dtype=torch.float32, factor=2.0)
+    with poisoned_empty():
+        found_TC = kernel_mixture(*given, tile, options)
+    assert_rows_close(found_TC.cpu().double(), wanted_TC, dtype=torch.float32, factor=2.0)
 
 
 @pytest.mark.parametrize("normed", [False, True])

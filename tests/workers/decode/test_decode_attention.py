@@ -70,12 +70,12 @@ class Step:
         self.q = torch.randn(layers, len(lengths), HEADS, DIM, generator=draw) * 2
         self.k, self.v = torch.randn(2, layers, total, 16, KV_HEADS, DIM, generator=draw)
 
-    def run(self, delta: list[int]) -> list[torch.Tensor]:
+    def run(self, delta: list[int], sink_H: torch.Tensor | None = None) -> list[torch.Tensor]:
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
         selects = torch.tensor([row in delta for row in range(len(self.lengths))], dtype=torch.int32)
         step = StepAttention(self.plan, BatchRows(self.table, lengths, selects if delta else None), SCALE)
         return [
-            step.attend(layer, self.q[layer], self.k[layer], self.v[layer])
+            step.attend(layer, self.q[layer], self.k[layer], self.v[layer], sink_H=sink_H)
             for layer in range(len(self.plan.roles))
         ]
 
@@ -132,6 +132,30 @@ def test_each_request_selects_its_own_pages_as_delta_defines(
         for layer, out in enumerate(wanted):
             assert_rows_close(outs[layer][row], out)
         assert plan.pages_read(lengths[row], row in delta) == (attended, held)
+
+
+def test_sinks_scale_outputs_and_select_the_same_pages() -> None:
+    made = Step([150, 80], LayerPlan((D, S, X, X), 4, 2), 1)
+    made.v[..., 0] = 1.0  # this channel of the output is the share that the sinks leave
+    plain, sinks = made.run([0, 1]), torch.tensor([-9.0, 0.0, 3.0, 9.0])
+    for with_, without, kept in zip(made.run([0, 1], sinks), plain, shares(made, sinks), strict=True):
+        assert_rows_close(with_, without * with_[..., :1])
+        if kept is not None:
+            assert_rows_close(with_[..., :1], kept)
+
+
+def shares(made: Step, sink_H: torch.Tensor) -> list[torch.Tensor | None]:
+    """Return the share that the sinks leave, by layer; None for sparse layers."""
+    found = list[torch.Tensor | None]()
+    for layer, role in enumerate(made.plan.roles):
+        kept = torch.zeros(len(made.lengths), HEADS, 1)
+        for row, length in enumerate(made.lengths):
+            pages = made.table[row, : -(-length // 16)].long()
+            k_TGD = made.k[layer, pages].flatten(0, 1)[:length].repeat_interleave(HEADS // KV_HEADS, 1)
+            power_HT = (torch.einsum("thd,hd->ht", k_TGD, made.q[layer, row]) * SCALE).double().exp()
+            kept[row, :, 0] = power_HT.sum(1) / (power_HT.sum(1) + sink_H.double().exp())
+        found.append(None if role is X else kept)
+    return found
 
 
 @settings(max_examples=15, deadline=None)

@@ -89,9 +89,9 @@ def recompute(
     def attend(layer: int, q_PHD: torch.Tensor) -> torch.Tensor:
         k_GSD, v_GSD = context(layer)
         if layer in config.window_layers:
-            return _attend_to_windows(q_PHD, k_GSD, v_GSD, blocks, config.windows[layer])
+            return _attend_to_windows(q_PHD, k_GSD, v_GSD, blocks, config.windows[layer], stack.sinks(layer))
         q_BHTD = q_PHD.transpose(0, 1)[None].to(k_GSD.dtype)
-        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start)
+        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start, sink_H=stack.sinks(layer))
         out_BHTD = dense.attend(x, mask, None, no_phase)
         return out_BHTD[0].transpose(0, 1).to(q_PHD.dtype)
 
@@ -99,7 +99,12 @@ def recompute(
 
 
 def _attend_to_windows(
-    q_PHD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, blocks: Sequence[int], window: int
+    q_PHD: torch.Tensor,
+    k_GSD: torch.Tensor,
+    v_GSD: torch.Tensor,
+    blocks: Sequence[int],
+    window: int,
+    sink_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend block by block. Each block attends to the keys in its window before it, and to its own new keys.
     In k_GSD and v_GSD, the n-th block's new rows begin n blocks after the start of the last block."""
@@ -110,7 +115,8 @@ def _attend_to_windows(
             for first, end in ((window_begin(block, window), block), (last + n, last + n + 1))
         )
         k_BGSD, v_BGSD = (torch.cat([x[:, before], x[:, own]], dim=1)[None] for x in (k_GSD, v_GSD))
-        x = AttentionInput.of(q_THD.transpose(0, 1)[None].to(k_GSD.dtype), k_BGSD, v_BGSD)
+        q_BHTD = q_THD.transpose(0, 1)[None].to(k_GSD.dtype)
+        x = AttentionInput.of(q_BHTD, k_BGSD, v_BGSD, sink_H=sink_H)
         parts.append(backend.attend(x, None, None, no_phase)[0].transpose(0, 1).to(q_PHD.dtype))
     return torch.cat(parts)
 

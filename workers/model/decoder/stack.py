@@ -259,6 +259,10 @@ class LayerStack:
             for rope in (config.rope, config.window_rope or config.rope)
         )
 
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """Return the layer's attention sinks (`AttentionInput.sink_H`)."""
+        return self._weights.attentions[layer - self.layers.start].sink_H
+
     def layer(self, number: int) -> DecoderLayer:
         return self._layers[number - self._layers[0].number]
 

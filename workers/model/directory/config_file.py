@@ -215,8 +215,12 @@ def _refuse_uneven_heads(config: ModelConfig) -> None:
 
 def _refuse_combinations(config: ModelConfig) -> None:
     """Refuse features that the decoder cannot combine, which a family from outside may ask for."""
-    if config.mixture is not None and (config.mlp_bias or not config.is_gated or config.parallel):
-        raise ModelError("experts with biases, without a gate, or in parallel layers, are not supported")
+    if (mixture := config.mixture) is not None and (not config.is_gated or config.parallel):
+        raise ModelError("experts without a gate, or in parallel layers, are not supported")
+    if config.activation == "clamped_swiglu" and (
+        mixture is None or mixture.dense_layers or mixture.shared_width
+    ):
+        raise ModelError("the activation clamped_swiglu is supported only for routed experts")
     if config.layer_norms and config.norms != "before":
         raise ModelError("LayerNorms after attention or MLP are not supported")
     if config.qk_norm_after_rope and config.qk_norm_all_heads:

@@ -5,7 +5,7 @@ It reads no tensors except biases that must be 0.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from deltafront.workers.model.directory.quantised import (
     is_ignored,
     quantised_form,
 )
-from deltafront.workers.model.directory.text_part import own_names
+from deltafront.workers.model.directory.text_part import expert_parts, own_names
+from deltafront.workers.model.family_registry import FAMILIES
 
 _SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _packed .absmax".split())
 _DERIVED = ".rotary_emb.inv_freq"
@@ -130,10 +131,15 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
         for part in gguf_parts(weight_file(directory)):
             open_gguf(part)
         return
-    _check_counts(directory, stored, config)
+    stacks = FAMILIES[config.architecture].stacks_experts
+    if not stacks:
+        _check_counts(directory, stored, config)
     stored = {
         own: stored[name] for own, name in own_names(stored, read_json(directory / "config.json")).items()
     }
+    if stacks:
+        stored = _each_expert(stored, config)
+        _check_counts(directory, stored, config)
     form, expected = quantised_form(directory), config.shapes()
     if form is not None:
         stored = _as_meant(stored, {HEAD: expected[EMBEDDING]} | expected, form)
@@ -142,6 +148,19 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
         expected[HEAD] = table
     for problem in _problems(stored, expected, config, form):
         raise ModelError(f"{directory}: {problem}")
+
+
+def _each_expert(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+    """Replace tensors with the matrices of all experts by each expert's own."""
+    experts = 0 if config.mixture is None else config.mixture.experts
+    parts = expert_parts({name: one.shape for name, one in stored.items()}, experts)
+    stacked = {part.stacked: stored[part.stacked] for part in parts.values()}
+    own = {
+        name: replace(whole, shape=part.shape(whole.shape))
+        for name, part in parts.items()
+        for whole in (stacked[part.stacked],)
+    }
+    return {name: one for name, one in stored.items() if name not in stacked} | own
 
 
 def _check_counts(directory: Path, stored: Mapping[str, Stored], config: ModelConfig) -> None:

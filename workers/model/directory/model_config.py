@@ -40,7 +40,7 @@ class ModelConfig:
         norms: The layer's norms: before attention and MLP, after them, or both.
         qk_norm_all_heads: True if QK norm is over all heads together, not per head.
         fused_qkv, fused_gate_up: True if checkpoints store these matrices as one tensor.
-        activation: SiLU or GELU with a gate, or ReLU², GELU or xIELU without a gate.
+        activation: SiLU, GELU or experts' `clamped_swiglu` with a gate, or ReLU², GELU or xIELU without.
         rotary_dim: Number of first channels of a head that are rotated; None: all.
         interleaved_rope: True if channel 2 f is rotated with channel 2 f + 1.
         unrotated_layers: Layers whose q and k are not rotated.
@@ -54,6 +54,8 @@ class ModelConfig:
         parallel: True if a layer's MLP has the same input as its attention.
         qk_norm_after_rope: True if QK norm comes after RoPE.
         attention_gate: True if the output of attention is multiplied by a gate of its input.
+        attention_sinks: True if each query head has an attention sink (`kernels.interface.AttentionInput`).
+        router_bias: True if the router's logits have a bias.
     """
 
     architecture: str
@@ -78,7 +80,9 @@ class ModelConfig:
     qk_norm_all_heads: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
-    activation: Literal["silu", "gelu_pytorch_tanh", "relu2", "ungated_gelu", "xielu"] = "silu"
+    activation: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu", "relu2", "ungated_gelu", "xielu"] = (
+        "silu"
+    )
     rotary_dim: int | None = None
     interleaved_rope: bool = False
     unrotated_layers: tuple[int, ...] = ()
@@ -94,6 +98,8 @@ class ModelConfig:
     parallel: bool = False
     qk_norm_after_rope: bool = False
     attention_gate: bool = False
+    attention_sinks: bool = False
+    router_bias: bool = False
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Split the layers over pipeline stages so that the slowest stage is as fast as possible. A cut may
@@ -199,7 +205,7 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        return self.activation in ("silu", "gelu_pytorch_tanh")
+        return self.activation in ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
 
     def weights(
         self, layers: range, mlps: range | None = None, *, embedding: bool = True, head: bool = True
@@ -261,11 +267,12 @@ class ModelConfig:
             attention[f"self_attn.{name}_norm.weight"] = (width,)
         attention |= _linear("self_attn.o_proj", hidden, q, self.o_bias)
         attention |= _linear("self_attn.gate_proj", q, hidden, bias=False) if self.attention_gate else {}
+        attention |= {"self_attn.sinks": (self.q_heads,)} if self.attention_sinks else {}
         mlp = {} if self.parallel else self._norms("post_attention_layernorm", "mlp.post_norm")
         if self.activation == "xielu":
             mlp |= {f"mlp.act_fn.{name}": (1,) if "alpha" in name else () for name in XIELU}
         if self.mixture is not None:
-            mlp |= _linear("mlp.gate", self.mixture.experts, hidden, bias=False)
+            mlp |= _linear("mlp.gate", self.mixture.experts, hidden, self.router_bias)
             mlp |= self.mixture.bias_shape
             mlp |= _linear(SHARED_GATE, 1, hidden, bias=False) if self.mixture.shared_gate else {}
         for module, width in self.mlp_modules.items():

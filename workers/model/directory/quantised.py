@@ -18,7 +18,7 @@ _KV_SCALES = ("k_scale", "v_scale", "kv_scale")
 _IGNORED = (*_KV_SCALES, "input_scale", "activation_scale", "output_scale", "q_scale")
 _SERVED = (
     "take the model in 16 bits, or in FP8 (compressed-tensors, ModelOpt, or blocks of 128 × 128), AWQ (gemm, "
-    "4 bits), GPTQ or compressed-tensors (pack-quantized; 4 or 8 bits), or bitsandbytes nf4"
+    "4 bits), GPTQ or compressed-tensors (pack-quantized; 4 or 8 bits), bitsandbytes nf4, or gpt-oss's MXFP4"
 )
 _BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files in which quantisers describe the format if config.json does not, with the method that each
@@ -26,7 +26,8 @@ implies."""
 _NF4_BLOCK, _NF4_NESTED_BLOCK = 64, 256
 
 Shape = tuple[int, ...]
-Kind = Literal["FP8", "AWQ", "GPTQ", "compressed-tensors", "bitsandbytes nf4"]
+_OF_ONE_WIDTH = "FP8", "bitsandbytes nf4", "MXFP4"
+Kind = Literal["FP8", "AWQ", "GPTQ", "compressed-tensors", "bitsandbytes nf4", "MXFP4"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Quantised:
 
     @property
     def name(self) -> str:
-        return self.kind if self.kind in ("FP8", "bitsandbytes nf4") else f"{self.kind} of {self.bits} bits"
+        return self.kind if self.kind in _OF_ONE_WIDTH else f"{self.kind} of {self.bits} bits"
 
     def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
         return _PARTS[self.kind](self, outputs, inputs)
@@ -95,6 +96,9 @@ class Quantised:
         suffixes = tuple(f".{suffix}" for suffix in self.suffixes)
         ends = {name: next((end for end in suffixes if name.endswith(end)), None) for name in names}
         return frozenset(name.removesuffix(end) + "." for name, end in ends.items() if end)
+
+
+_MXFP4 = Quantised(kind="MXFP4", bits=4, group=32)
 
 
 def _fp8(form: Quantised, outputs: int, inputs: int) -> tuple[Part, ...]:
@@ -152,7 +156,22 @@ def _nf4(form: Quantised, outputs: int, inputs: int) -> tuple[Part, ...]:
     )
 
 
-_PARTS = {"FP8": _fp8, "AWQ": _awq, "GPTQ": _gptq, "compressed-tensors": _packed, "bitsandbytes nf4": _nf4}
+def _mxfp4(form: Quantised, outputs: int, inputs: int) -> tuple[Part, ...]:
+    groups = _groups(form, inputs)
+    return (
+        Part(("weight_blocks",), ("U8",), ((outputs, groups, 16),)),
+        Part(("weight_scales",), ("U8",), ((outputs, groups),)),
+    )
+
+
+_PARTS = {
+    "FP8": _fp8,
+    "AWQ": _awq,
+    "GPTQ": _gptq,
+    "compressed-tensors": _packed,
+    "bitsandbytes nf4": _nf4,
+    "MXFP4": _mxfp4,
+}
 
 
 def _groups(form: Quantised, inputs: int) -> int:
@@ -211,8 +230,8 @@ def _form(given: Mapping[str, Any]) -> Quantised:
     match method, detail:
         case "fp8", _:
             return Quantised(kind="FP8", block=_block(given.get("weight_block_size")))
-        case "modelopt", "FP8":
-            return Quantised(kind="FP8")
+        case ("modelopt", "FP8") | ("mxfp4", _):
+            return _MXFP4 if method == "mxfp4" else Quantised(kind="FP8")
         case "awq", "gemm":
             return Quantised(kind="AWQ", bits=_bits(given, method, 4), group=_group(given))
         case "gptq", "gptq" | "gptq_v2":

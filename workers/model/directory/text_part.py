@@ -1,7 +1,9 @@
 """Finds the language model in a checkpoint, which may be multimodal, and maps tensor names to ours. It
 imports no torch."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from deltafront.workers.model.directory.model_files import ModelError, few, natural, positive_int
@@ -11,6 +13,15 @@ from deltafront.workers.model.family_registry import family_of, wrapped_architec
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """For each prefix of the language model's tensors in multimodal checkpoints of transformers 4 and 5, the
 prefix in a text-only checkpoint."""
+
+_STACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+_ENDS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
+_MODULES = {
+    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
+    "down_proj": {"down_proj": slice(None)},
+}
+
+Shape = tuple[int, ...]
 
 
 def is_wrapped(config: Mapping[str, Any]) -> bool:
@@ -66,3 +77,50 @@ def _text_names(names: Iterable[str]) -> dict[str, str]:
             if name.startswith(prefix):
                 found[own + name.removeprefix(prefix)] = name
     return found
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """One expert's part of a tensor with all experts of a layer: the rows `rows` of its matrix.
+
+    Rows of gate and up alternate (gpt-oss). In 16 bits a tensor is [experts, inputs, outputs]; in MXFP4 its
+    parts are [experts, outputs, …]; biases are [experts, outputs].
+
+    Attributes:
+        stacked: Our name of the stacked tensor.
+        transposed: True if the tensor holds the matrix by columns.
+    """
+
+    stacked: str
+    expert: int
+    rows: slice
+    transposed: bool
+
+    def shape(self, stacked: Shape) -> Shape:
+        own = stacked[:0:-1] if self.transposed else stacked[1:]
+        return (len(range(own[0])[self.rows]), *own[1:]) if own else ()
+
+
+def expert_parts(shapes: Mapping[str, Shape], experts: int) -> dict[str, ExpertPart]:
+    """Return the parts of stacked tensors by the expert's own name of each, such as
+    `model.layers.0.mlp.experts.3.up_proj.weight`.
+
+    Args:
+        shapes: The shapes of a checkpoint's tensors, by our names. Tensors that are not of `experts` experts
+            are left out.
+    """
+    return {
+        name: part
+        for stacked, shape in shapes.items()
+        if shape and shape[0] == experts
+        for name, part in _parts_of(stacked, experts)
+    }
+
+
+def _parts_of(stacked: str, experts: int) -> Iterator[tuple[str, ExpertPart]]:
+    if (found := _STACKED.fullmatch(stacked)) is None:
+        return
+    prefix, module, end = found.groups()
+    for expert in range(experts):
+        for own, rows in _MODULES[module].items():
+            yield f"{prefix}{expert}.{own}.{_ENDS[end]}", ExpertPart(stacked, expert, rows, not end)

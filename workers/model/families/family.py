@@ -77,6 +77,7 @@ class Family:
         unread: Prefixes of our names of tensors that only multi-token prediction uses. They are not loaded.
         yarn: The trained length for each value of max_position_embeddings. Cards of these models extend it by
             YaRN to four times that length.
+        stacks_experts: True if a tensor of a checkpoint has all experts of a layer (`directory.text_part`).
         scales_by_width: True if embeddings are multiplied by the square root of the hidden size, unless
             config.json says `mup_enabled: false`.
         rotates_windows_alone: True if only layers with sliding windows use RoPE, if there are any.
@@ -100,6 +101,7 @@ class Family:
     tensors: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     yarn: Mapping[int, int] = field(default_factory=dict)
+    stacks_experts: bool = False
     scales_by_width: bool = False
     rotates_windows_alone: bool = False
     gguf: GgufNames | None = None

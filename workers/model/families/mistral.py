@@ -1,4 +1,4 @@
-"""Mistral, Mixtral, and MiniMax-M2, whose experts have Mixtral's names."""
+"""Mistral, Mixtral, MiniMax-M2, whose experts have Mixtral's names, and gpt-oss."""
 
 from deltafront.workers.model.families.family import Family, GgufNames
 
@@ -91,4 +91,38 @@ MINIMAX_M2 = Family(
     keys=_KEYS,
     tensors=_EXPERTS | {"block_sparse_moe.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
     gguf=GgufNames(architecture="minimax-m2"),
+)
+GPT_OSS = Family(
+    name="gpt-oss, mixtures of experts",
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    rope_theta=150_000.0,
+    implied={
+        "attention_bias": True,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "layer_types": None,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    only={"norm_topk_prob": (True,), "swiglu_limit": (7.0,)},
+    fixed={"mlp_bias": True, "router_bias": True, "attention_sinks": True, "activation": "clamped_swiglu"},
+    keys=_KEYS,
+    ignored=("initial_context_length",),
+    tensors={"mlp.router": "mlp.gate"},
+    stacks_experts=True,
+    note="Every second layer has windows. Experts are dequantised.",
 )

@@ -15,6 +15,10 @@ from deltafront.workers.model.directory.quantised import Quantised
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position of the first to eighth output in a 32-bit word of AWQ."""
 
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FP4_PAIRS = torch.stack(torch.meshgrid(*[torch.cat([_FP4, -_FP4])] * 2, indexing="xy"), -1).flatten(0, 1)
+"""The two values of each byte of MXFP4."""
+
 Parts = Mapping[str, torch.Tensor]
 
 
@@ -79,7 +83,22 @@ def _nf4(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tens
     return (numbers * scale.repeat_interleave(64)[: len(numbers)]).view(outputs, inputs)
 
 
-_FORMS = {"FP8": _fp8, "AWQ": _awq, "GPTQ": _gptq, "compressed-tensors": _packed, "bitsandbytes nf4": _nf4}
+def _mxfp4(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
+    """Dequantise MXFP4: 32 inputs share a power of two (OCP Microscaling Formats 1.0, section 5). A byte's
+    lower half is the first of its two values."""
+    values_OI = _FP4_PAIRS[parts["weight_blocks"].int()].view(outputs, -1)[:, :inputs]
+    power_ON = torch.exp2(parts["weight_scales"].float() - 127)
+    return values_OI * power_ON.repeat_interleave(32, 1)[:, :inputs]
+
+
+_FORMS = {
+    "FP8": _fp8,
+    "AWQ": _awq,
+    "GPTQ": _gptq,
+    "compressed-tensors": _packed,
+    "bitsandbytes nf4": _nf4,
+    "MXFP4": _mxfp4,
+}
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ class Xielu:
 class AttentionWeights:
     """The weights of a layer's attention. input_norm and output_norm_C are None in families without these
     norms. The output of attention is multiplied by the sigmoid of `gate`, applied to attention's input; None:
-    it is not.
+    it is not. sink_H: each head's attention sink (`AttentionInput`).
 
     q_scale_D is for models with QK norm after RoPE. RoPE does not change a vector's length, so the kernel
     norms q and k before RoPE, with weights 1. The rotated q is multiplied by q_scale_D, the product of both
@@ -73,6 +73,7 @@ class AttentionWeights:
     output_norm_C: torch.Tensor | None = None
     q_scale_D: torch.Tensor | None = None
     gate: Linear | Fp8Linear | None = None
+    sink_H: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

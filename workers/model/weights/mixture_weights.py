@@ -3,6 +3,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from deltafront.kernels.experts.gemm import ExpertOptions
 from deltafront.kernels.experts.mixture import compile_mixture, mixture
 from deltafront.kernels.experts.routing import Router
 from deltafront.workers.model.directory.layer_config import MixtureConfig
@@ -21,6 +22,8 @@ class MixtureWeights:
         shared_gate_up, shared_down: The matrices of the shared expert.
         shared_gate_1C: The shared expert's output is multiplied by the sigmoid of x · shared_gate_1Cᵀ. None:
             it is not.
+        router_bias_E: Added to the router's logits.
+        clamped: True if the activation is gpt-oss's.
     """
 
     config: MixtureConfig
@@ -33,12 +36,15 @@ class MixtureWeights:
     shared_gate_up: Linear | Fp8Linear | None = None
     shared_down: Linear | Fp8Linear | None = None
     shared_gate_1C: torch.Tensor | None = None
+    router_bias_E: torch.Tensor | None = None
+    clamped: bool = False
 
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
-        logits_TE = F.linear(x_TC.to(self.router_EC.dtype), self.router_EC)
+        logits_TE = F.linear(x_TC.to(self.router_EC.dtype), self.router_EC, self.router_bias_E)
         if self.config.biased_softmax:
             logits_TE = logits_TE.softmax(-1).logit()  # the router applies a sigmoid: softmax scores again
-        sum_TC = mixture(x_TC, logits_TE, self.gate_up.stored, self.down.stored, self._router)
+        gate_up, down = self.gate_up.stored, self.down.stored
+        sum_TC = mixture(x_TC, logits_TE, gate_up, down, self._router, options=self._options)
         if self.shared_gate_up is None or self.shared_down is None:
             return sum_TC
         shared_TC = self.shared_down(self.shared_gate_up.gated(x_TC))
@@ -49,7 +55,7 @@ class MixtureWeights:
     def compile(self) -> None:
         """Compile the kernels for any number of tokens."""
         gate_up, down = self.gate_up.stored, self.down.stored
-        compile_mixture(self.config.experts, gate_up, down, self._router, self._dtype)
+        compile_mixture(self.config.experts, gate_up, down, self._router, self._dtype, self._options)
         for shared in (self.shared_gate_up, self.shared_down):
             if shared is not None:
                 shared.compile()
@@ -65,6 +71,10 @@ class MixtureWeights:
             chosen_groups=config.chosen_groups,
             scale=config.scale,
         )
+
+    @property
+    def _options(self) -> ExpertOptions:
+        return ExpertOptions(self.gate_up.bias_O, self.down.bias_O, self.clamped)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -6,7 +6,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from deltafront.workers.model.directory.config_file import read_config
-from deltafront.workers.model.directory.model_config import EMBEDDING, HEAD, Shape
+from deltafront.workers.model.directory.model_config import EMBEDDING, HEAD, ModelConfig, Shape
 from deltafront.workers.model.directory.model_files import (
     ModelError,
     read_json,
@@ -14,7 +14,8 @@ from deltafront.workers.model.directory.model_files import (
     weight_index,
 )
 from deltafront.workers.model.directory.quantised import Quantised, is_ignored, quantised_form
-from deltafront.workers.model.directory.text_part import own_names
+from deltafront.workers.model.directory.text_part import ExpertPart, expert_parts, own_names, text_config
+from deltafront.workers.model.family_registry import family_of
 from deltafront.workers.model.weights.dequantise import dequantised
 from deltafront.workers.model.weights.gguf_source import GgufSource
 
@@ -52,6 +53,24 @@ class SafetensorsSource:
         except SafetensorError as error:  # an index may name a tensor that its file lacks
             raise ModelError(f"{path}: {error}") from None
         return tensor
+
+
+class StackedExpertsSource:
+    """Reads each expert's matrices from tensors of all experts (`directory.text_part`)."""
+
+    def __init__(self, source: WeightSource, parts: Mapping[str, ExpertPart]) -> None:
+        self._source, self._parts = source, parts
+        stacked = {part.stacked for part in parts.values()}
+        self._names = (source.names() - stacked) | parts.keys()
+
+    def names(self) -> frozenset[str]:
+        return self._names
+
+    def read(self, name: str) -> torch.Tensor:
+        if (part := self._parts.get(name)) is None:
+            return self._source.read(name)
+        own = self._source.read(part.stacked)[part.expert]
+        return (own.T if part.transposed else own)[part.rows]
 
 
 class QuantisedSource:
@@ -94,12 +113,20 @@ def open_weights(directory: str | Path) -> WeightSource:
         if single.suffix == ".gguf":
             return GgufSource(single)
         files = dict.fromkeys(open_safetensors(single).keys(), single)
-    source = SafetensorsSource(files, own_names(files, read_json(root / "config.json")))
-    form = quantised_form(root)
+    source: WeightSource = SafetensorsSource(files, own_names(files, read_json(root / "config.json")))
+    family, form = family_of(text_config(read_json(root / "config.json"))), quantised_form(root)
+    if family is not None and family.stacks_experts:
+        source = _each_expert(source, read_config(root))
     if form is None:
         return source
     shapes = read_config(root).shapes()
     return QuantisedSource(source, form, {HEAD: shapes[EMBEDDING]} | shapes)
+
+
+def _each_expert(source: WeightSource, config: ModelConfig) -> WeightSource:
+    experts = 0 if config.mixture is None else config.mixture.experts
+    shapes = {name: tuple(source.read(name).shape) for name in source.names() if ".mlp.experts." in name}
+    return StackedExpertsSource(source, expert_parts(shapes, experts))
 
 
 def open_safetensors(path: Path) -> Any:

@@ -341,6 +341,7 @@ def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
         output_norm_C=read.norm(f"{module}post_norm"),
         q_scale_D=q_scale_D,
         gate=read.linear(f"{module}gate_proj", split=0) if config.attention_gate else None,
+        sink_H=read.get(f"{module}sinks", split=0) if config.attention_sinks else None,
     )
 
 
@@ -374,6 +375,7 @@ def _read_mixture(read: _Reader, prefix: str) -> MixtureWeights:
     gate_up, down = _read_matrices(read, *(f"{prefix}mlp.experts.{n}" for n in range(mixture.experts)))
     shared = _read_matrices(read, f"{prefix}{SHARED}") if mixture.shared_width else (None, None)
     wide = torch.float32 if mixture.has_bias else None
+    config, bias = read.spec.config, f"{prefix}mlp.gate.bias"
     return MixtureWeights(
         config=mixture,
         input_norm_C=read.norm(f"{prefix}post_attention_layernorm"),
@@ -385,6 +387,8 @@ def _read_mixture(read: _Reader, prefix: str) -> MixtureWeights:
         shared_gate_up=shared[0],
         shared_down=shared[1],
         shared_gate_1C=_read_shared_gate(read, prefix) if mixture.shared_gate else None,
+        router_bias_E=read.get(bias, dtype=wide) if config.router_bias else None,
+        clamped=config.activation == "clamped_swiglu",
     )
 
 

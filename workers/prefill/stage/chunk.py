@@ -117,7 +117,7 @@ class OpenPrompt:
 
 class ChunkAttention:
     """Computes one chunk's attention in each layer (`LayerAttention`). `last_layer`: index of the model's
-    last layer."""
+    last layer. `sinks`: `LayerStack.sinks`."""
 
     def __init__(
         self,
@@ -126,9 +126,10 @@ class ChunkAttention:
         cache: PagedKVCache,
         last_layer: int,
         abandoned: Callable[[], bool],
+        sinks: Callable[[int], torch.Tensor | None],
     ) -> None:
         self._prompt, self._work, self._cache = prompt, work, cache
-        self._last_layer, self._abandoned = last_layer, abandoned
+        self._last_layer, self._abandoned, self._sinks = last_layer, abandoned, sinks
         self._start = work.command.start
         self._end = work.command.start + work.command.tokens
         with work.timer.phase("projection"):
@@ -162,7 +163,14 @@ class ChunkAttention:
         if first == self._end:
             return None
         q_BHTD, total = q_THD[first - self._start :].transpose(0, 1)[None], prompt.request.prompt_tokens
-        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=first, prompt_tokens=total)
+        x = AttentionInput.of(
+            q_BHTD,
+            k_GSD[None],
+            v_GSD[None],
+            q_start=first,
+            prompt_tokens=total,
+            sink_H=self._sinks(layer),
+        )
         work.timer.layer = layer
         if layer not in prompt.states:
             prompt.states[layer] = prompt.method.new_state(replace(prompt.spec, layer=layer))

@@ -213,7 +213,9 @@ class PrefillStage:
             hidden_TC = self._embed(command) if received_TC is None else received_TC
             positions_T = torch.arange(command.start, command.start + command.tokens, device=stack.device)
         serial, last_layer = prompt.request.serial, stack.config.layers - 1
-        attention = ChunkAttention(prompt, work, self._cache, last_layer, lambda: serial in self._abandoned)
+        attention = ChunkAttention(
+            prompt, work, self._cache, last_layer, lambda: serial in self._abandoned, stack.sinks
+        )
         return stack.run(hidden_TC, positions_T, attention, phase=phase)
 
     def _embed(self, command: ChunkCommand) -> torch.Tensor:

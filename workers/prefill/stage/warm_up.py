@@ -113,7 +113,8 @@ def _compile_for_lengths(
     for keys, rows in [*((keys, BLOCK) for keys in length_classes(longest)), (longest, chunk_tokens)]:
         start, total = max(0, -(-keys // BLOCK) * BLOCK - rows), keys if keys > shortest else longest
         seen = k_BGSD[:, :, :keys], v_BGSD[:, :, :keys]
-        x = AttentionInput.of(zeros(config.q_heads, keys - start), *seen, q_start=start, prompt_tokens=total)
+        q_BHTD = zeros(config.q_heads, keys - start)
+        x = AttentionInput.of(q_BHTD, *seen, q_start=start, prompt_tokens=total, sink_H=stack.sinks(layer))
         method.attend(x, method.new_state(_spec(stack, total, layer)))
 
 
@@ -141,7 +142,10 @@ def _read(stack: LayerStack, method: Attention, chunks: Sequence[int], layer: in
         nonlocal k_BGSD, v_BGSD
         k_BGSD = torch.cat((k_BGSD, k_TGD.transpose(0, 1)[None]), dim=2)
         v_BGSD = torch.cat((v_BGSD, v_TGD.transpose(0, 1)[None]), dim=2)
-        x = AttentionInput.of(q_THD.transpose(0, 1)[None], k_BGSD, v_BGSD, q_start=start, prompt_tokens=total)
+        q_BHTD = q_THD.transpose(0, 1)[None]
+        x = AttentionInput.of(
+            q_BHTD, k_BGSD, v_BGSD, q_start=start, prompt_tokens=total, sink_H=stack.sinks(layer)
+        )
         return method.attend(x, state)[0][0].transpose(0, 1)
 
     start = 0

@@ -80,6 +80,8 @@ def make_case(family: str, directory: Path) -> Case:
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
                 weight.copy_(torch.randn_like(weight) * 0.3 + (0.0 if name.endswith("bias") else 1.0))
+            elif name.endswith("_bias"):  # of all experts
+                weight.copy_(torch.randn_like(weight) * 0.3)
         for name, bias in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(torch.randn_like(bias) * 0.3)
@@ -116,6 +118,14 @@ def save_as_exaone(directory: Path) -> Path:
     return target
 
 
+Sinks = Callable[[int], torch.Tensor | None]
+"""Returns a layer's attention sinks: `LayerStack.sinks`."""
+
+
+def no_sinks(layer: int) -> None:
+    return None
+
+
 class Pages:
     """A paged KV cache with dense or windowed attention, for chunks of one prompt and for decode steps."""
 
@@ -131,7 +141,7 @@ class Pages:
         layers, self.windows = range(config.layers), config.windows
         self.cache = PagedKVCache(layers, config.kv_heads, config.head_dim, pages, dtype, device)
 
-    def chunk(self, sequence: int, start: int) -> Callable[..., torch.Tensor]:
+    def chunk(self, sequence: int, start: int, sinks: Sinks = no_sinks) -> Callable[..., torch.Tensor]:
         def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
             table, end = self.tables[sequence], start + q_THD.shape[0]
             self.cache.write(layer, table, start, k_TGD, v_TGD)
@@ -139,11 +149,11 @@ class Pages:
             positions_S = torch.arange(end, device=q_THD.device)
             seen_TS = positions_S <= positions_S[start:, None]
             seen_TS &= positions_S > positions_S[start:, None] - self.windows.get(layer, end)
-            return sdpa(q_THD, k_GSD, v_GSD, seen_TS)
+            return sdpa(q_THD, k_GSD, v_GSD, seen_TS, sinks(layer))
 
         return attend
 
-    def step(self, positions: list[int]) -> Callable[..., torch.Tensor]:
+    def step(self, positions: list[int], sinks: Sinks = no_sinks) -> Callable[..., torch.Tensor]:
         rows = zip(self.tables, positions, strict=True)
         page_ids_T = torch.stack([table[position // 16] for table, position in rows])
         rows_T = page_ids_T * 16 + torch.tensor(positions) % 16
@@ -155,18 +165,40 @@ class Pages:
             for row, (table, position) in enumerate(zip(self.tables, positions, strict=True)):
                 sides = self.cache.gather(layer, table, position + 1)
                 k_GSD, v_GSD = (side[:, -self.windows.get(layer, position + 1) :] for side in sides)
-                out.append(sdpa(q_THD[row : row + 1], k_GSD, v_GSD, None))
+                out.append(sdpa(q_THD[row : row + 1], k_GSD, v_GSD, None, sinks(layer)))
             return torch.cat(out)
 
         return attend
 
 
 def sdpa(
-    q_THD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, seen_TS: torch.Tensor | None
+    q_THD: torch.Tensor,
+    k_GSD: torch.Tensor,
+    v_GSD: torch.Tensor,
+    seen_TS: torch.Tensor | None,
+    sink_H: torch.Tensor | None,
 ) -> torch.Tensor:
+    if sink_H is not None:
+        return _sdpa_with_sinks(q_THD, k_GSD, v_GSD, seen_TS, sink_H)
     q_HTD = q_THD.transpose(0, 1)[None]
     out = F.scaled_dot_product_attention(q_HTD, k_GSD[None], v_GSD[None], attn_mask=seen_TS, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def _sdpa_with_sinks(
+    q_THD: torch.Tensor,
+    k_GSD: torch.Tensor,
+    v_GSD: torch.Tensor,
+    seen_TS: torch.Tensor | None,
+    sink_H: torch.Tensor,
+) -> torch.Tensor:
+    k_HSD, v_HSD = (side.repeat_interleave(q_THD.shape[1] // len(side), 0) for side in (k_GSD, v_GSD))
+    logits_HTS = q_THD.transpose(0, 1) @ k_HSD.mT * q_THD.shape[2] ** -0.5
+    if seen_TS is not None:
+        logits_HTS = logits_HTS.masked_fill(~seen_TS, float("-inf"))
+    sinks_HT1 = sink_H[:, None, None].expand(-1, len(q_THD), 1).to(logits_HTS.dtype)
+    weights_HTS = torch.cat([logits_HTS, sinks_HT1], dim=2).softmax(2)[:, :, :-1]
+    return (weights_HTS @ v_HSD).transpose(0, 1)
 
 
 def table_of(tokens: int, seed: int = 0) -> list[int]:
@@ -208,7 +240,7 @@ def prefill(
         hidden_TC = stages[0].embed(ids_T[start : start + length])
         positions_T = torch.arange(start, start + length)
         for stage in stages:
-            hidden_TC = stage.forward(hidden_TC, positions_T, pages.chunk(sequence, start))
+            hidden_TC = stage.forward(hidden_TC, positions_T, pages.chunk(sequence, start, stage.sinks))
         logits.append(stages[-1].logits(hidden_TC))
         start += length
     return torch.cat(logits)

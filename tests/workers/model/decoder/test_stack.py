@@ -147,7 +147,8 @@ def test_batched_decode_steps_equal_prefill(case: Case) -> None:
     for step in range(6):
         positions = [length + step for length in lengths]
         hidden_TC = stack[0].embed(case.ids_T[positions])
-        hidden_TC = stack[0].forward(hidden_TC, torch.tensor(positions), pages.step(positions))
+        attend = pages.step(positions, stack[0].sinks)
+        hidden_TC = stack[0].forward(hidden_TC, torch.tensor(positions), attend)
         errors = row_errors(stack[0].logits(hidden_TC), case.logits_TV[positions])
         assert float(errors.max()) < LIMIT
 
@@ -167,7 +168,8 @@ def answered(case: Case, tokens: int = 64) -> list[int]:
         found.append(int(logits_TV[-1].argmax()))
         hidden_TC = stages[0].embed(torch.tensor(found[-1:]))
         for stage in stages:
-            hidden_TC = stage.forward(hidden_TC, torch.tensor([position]), pages.step([position]))
+            attend = pages.step([position], stage.sinks)
+            hidden_TC = stage.forward(hidden_TC, torch.tensor([position]), attend)
         logits_TV = stages[-1].logits(hidden_TC)
     return found
 
@@ -311,7 +313,7 @@ def held(weights: Any) -> dict[int, int]:
     """Return each tensor's number of elements by address, so that shared tensors count once."""
     if isinstance(weights, torch.Tensor):
         return {weights.data_ptr(): weights.numel()}
-    if weights is None or isinstance(weights, MixtureConfig):
+    if weights is None or isinstance(weights, bool | MixtureConfig):
         return {}
     parts = weights if isinstance(weights, tuple) else vars(weights).values()
     return {key: count for part in parts for key, count in held(part).items()}

@@ -301,6 +301,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         mup_enabled=True,
     ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **SHAPE | {"intermediate_size": 32},
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=WINDOW,
+        rope_parameters=YARN | {"truncate": False},
+    ),
     "nemotron": lambda: transformers.NemotronConfig(**SHAPE | {"head_dim": 32}),
     "jais2": lambda: transformers.Jais2Config(**SHAPE | WITHOUT_HEAD_DIM),
     "hyperclovax": lambda: transformers.HyperCLOVAXConfig(

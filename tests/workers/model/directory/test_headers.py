@@ -17,7 +17,6 @@ from deltafront.workers.model import family_registry as registry
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import check_weights, read_header
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.directory.text_part import own_names
 from deltafront.workers.model.weights.sources import open_weights
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 3, 32, 4, 2, 16, 48, 64
@@ -98,9 +97,8 @@ def test_accepts_tensors_of_every_family_as_transformers_saves_them(
     save(tmp_path, family, size, tie_word_embeddings=tied)
     files = list(tmp_path.glob("*.safetensors"))
     assert len(files) == 1 if size == "1GB" else len(files) > 3
-    found = {name: tuple(x.shape) for file in files for name, x in load_file(file).items()}
-    raw = json.loads((tmp_path / "config.json").read_text())
-    assert read_config(tmp_path).shapes() == {own: found[name] for own, name in own_names(found, raw).items()}
+    source = open_weights(tmp_path)
+    assert read_config(tmp_path).shapes() == {name: tuple(source.read(name).shape) for name in source.names()}
     check(tmp_path)
 
 
