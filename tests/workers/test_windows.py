@@ -1,9 +1,10 @@
-"""Compares a model with sliding windows with transformers, for prompts of several windows: in stages, decode
-steps, appended questions, recomputed blocks and calibration."""
+"""Compares models with sliding windows, one with attention sinks, with transformers, for prompts of several
+windows: in stages, decode steps, appended questions, recomputed blocks and calibration."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,35 +43,58 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _NEEDS])]
 SPARSE = method_spec("dpxa", {"min_tokens": 0, "tau": 0.3, "window": 1})
 
 
-HEADS = [64, pytest.param(256, marks=[pytest.mark.gpu, _NEEDS])]
-"""Channels of a head. Gemma's heads have 256, for which GPU kernels have separate tile sizes."""
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention" if layer in FULL else "sliding_attention" for layer in range(LAYERS)],
+}
 
 
-@pytest.fixture(scope="module", params=HEADS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a tiny Gemma 3 with two RoPEs and norms with an offset. Its window is no multiple of a page or
-    block."""
-    torch.manual_seed(3)
+def gemma3(head_dim: int) -> Any:
+    """Make a Gemma 3 with two RoPEs and norms with an offset."""
     config = transformers.Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
+        **SHAPE,
         intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=request.param,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        sliding_window=WINDOW,
-        layer_types=["full_attention" if layer in FULL else "sliding_attention" for layer in range(LAYERS)],
+        head_dim=head_dim,
         query_pre_attn_scalar=40,
         rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     )
-    directory = tmp_path_factory.mktemp("gemma3")
-    transformers.Gemma3ForCausalLM(config).save_pretrained(directory)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    """Make a gpt-oss whose sinks take much of the attention."""
+    config = transformers.GptOssConfig(
+        **SHAPE, intermediate_size=32, head_dim=64, num_local_experts=4, num_experts_per_tok=2
+    )
+    made = transformers.GptOssForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if name.endswith("sinks"):
+                weight.copy_(torch.randn_like(weight) + 4)
+    return made
+
+
+MODELS = {"gemma3": partial(gemma3, 64), "gemma3-heads-of-256": partial(gemma3, 256), "gpt-oss": gpt_oss}
+"""Gemma's heads have 256 channels, for which GPU kernels have separate tile sizes."""
+PARAMS = ["gemma3", pytest.param("gemma3-heads-of-256", marks=[pytest.mark.gpu, _NEEDS]), "gpt-oss"]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a tiny model whose window is no multiple of a page or block."""
+    torch.manual_seed(3)
+    directory = tmp_path_factory.mktemp(request.param)
+    MODELS[request.param]().save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
     return directory
 

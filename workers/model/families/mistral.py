@@ -124,5 +124,5 @@ GPT_OSS = Family(
     ignored=("initial_context_length",),
     tensors={"mlp.router": "mlp.gate"},
     stacks_experts=True,
-    note="Every second layer has windows. Experts are dequantised.",
+    note="MXFP4 is dequantised.",
 )
