@@ -14,6 +14,7 @@ from ray.serve._private.http_util import RequestIdMiddleware
 
 from deltafront.service.door.http_door import HttpDoor
 
+from ..fakes import EOS
 from ..inprocess import HANG_S, House
 from .openai_calls import MODEL, Open
 
@@ -43,6 +44,16 @@ class HttpServer:
     def stop(self) -> None:
         self._server.should_exit = self._server.force_exit = True
         self._house.loop.run(asyncio.wait_for(self._serving, HANG_S))
+
+
+@pytest.fixture
+def says(house: House) -> Callable[[str], None]:
+    """Set the text that the model answers, and then the end token."""
+
+    def script(text: str) -> None:
+        house.decode.script = [*text.encode(), EOS]
+
+    return script
 
 
 @pytest.fixture

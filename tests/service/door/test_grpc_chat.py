@@ -46,14 +46,6 @@ def house(make_door: Callable[..., House]) -> House:
     return make_door()
 
 
-@pytest.fixture
-def says(house: House) -> Callable[[str], None]:
-    def script(text: str) -> None:
-        house.decode.script = [*text.encode(), 257]
-
-    return script
-
-
 def parts_of(events: Sequence[Any]) -> list[Any]:
     kinds = (ParsedToken, GenerateFinished)
     return [part for event in events if isinstance(event, kinds) for part in event.answer_parts]

@@ -28,14 +28,6 @@ def house(make_house: Callable[..., House], tmp_path: Path) -> House:
     return make_house(settings(model_with_tools(tmp_path / "calls"), model_name=MODEL, reasoning="think"))
 
 
-@pytest.fixture
-def says(house: House) -> Callable[[str], None]:
-    def script(text: str) -> None:
-        house.decode.script = [*text.encode(), 257]
-
-    return script
-
-
 def post(address: str, path: str = "", headers: Json | None = None, **body: Any) -> httpx.Response:
     asked = {"model": MODEL, "max_tokens": 300, "messages": HI, **body}
     return httpx.post(f"{address}/v1/messages{path}", json=asked, headers=headers, timeout=HANG_S)

@@ -44,14 +44,6 @@ def house(make_house: Callable[..., House], tmp_path: Path) -> House:
     return make_house(settings(model_with_tools(tmp_path / "calls"), model_name=MODEL, reasoning="think"))
 
 
-@pytest.fixture
-def says(house: House) -> Callable[[str], None]:
-    def script(text: str) -> None:
-        house.decode.script = [*text.encode(), 257]
-
-    return script
-
-
 def ask(api: openai.OpenAI, given: Any = "hi", **options: Any) -> Any:
     body = {"extra_body": {"skip_cache": True}, "max_output_tokens": 300, **options}
     return api.responses.create(model=MODEL, input=given, **body)

@@ -54,14 +54,6 @@ def house(make_house: Callable[..., House], tmp_path: Path) -> House:
     return make_house(settings(model_with_tools(tmp_path / "calls"), model_name=MODEL))
 
 
-@pytest.fixture
-def says(house: House) -> Callable[[str], None]:
-    def script(text: str) -> None:
-        house.decode.script = [*text.encode(), 257]
-
-    return script
-
-
 def prompt_of(house: House) -> str:
     return bytes([*memoryview(house.group.jobs[-1].token_ids).cast("I")]).decode()
 
