@@ -90,6 +90,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--extra", type=told(json_object), default={}, help="JSON fields of every request")
     parser.add_argument("--shrink", type=int, default=1, help="divides lengths of prompts and answers")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of one answer")
+    parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
     parser.add_argument("--hardware", default=f"{os.cpu_count()} cores", help="recorded in the result")
     parser.add_argument("--result", type=Path, help="a JSON file, into which rows are merged")
     parser.add_argument("--plot", type=Path, help="an SVG, PDF or PNG file; needs matplotlib")
@@ -208,7 +209,12 @@ async def described(client: httpx.AsyncClient, given: argparse.Namespace) -> Row
     model = given.model or next(iter(models))["id"]
     settings = {name: getattr(given, name) for name in _SETTINGS}
     settings["trace"] = str(given.trace) if given.trace else None
-    about = {"version": version, "model": model, "hardware": given.hardware, "commit": commit_of(ROOT)}
+    about = {
+        "version": version,
+        "model": model,
+        "hardware": given.hardware,
+        "commit": given.commit or commit_of(ROOT),
+    }
     return {**about, "settings": settings}
 
 
