@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from ray.exceptions import ActorDiedError
 from safetensors.torch import load_file, save_file
@@ -167,10 +166,8 @@ async def test_worker_is_replaced_when_a_rank_hangs(
     ids = np.random.default_rng(1).integers(0, 198, 70).tolist()
     wanted = (await run.ask("here", ids, Sampling(max_tokens=FEW, ignore_eos=True))).ids
     await replica.check_health()
-    lost = replica.name
-    children = psutil.Process().children(recursive=True)
-    (rank,) = (one.pid for one in children if "ray::RankActor" in " ".join(one.cmdline()))
-    os.kill(rank, signal.SIGSTOP)
+    lost, (rank,) = replica.name, replica._ranks
+    os.kill(await rank.__ray_call__.remote(lambda _rank: os.getpid()), signal.SIGSTOP)
     async with asyncio.timeout(HANG_S):
         while replica.name == lost or not replica._rebuilding.done():
             await replica.check_health()
