@@ -75,10 +75,10 @@ def random_layers(layers: int, count: int, seed: int) -> tuple[int, ...]:
 
 def _parts(layers: int, count: int) -> list[range]:
     """Cut layers FIRST + 1 to layers - 2 into `count` - 1 equal parts. Raises ValueError for a bad count."""
-    behind = layers - 1 - (FIRST + 1)
-    if not 1 <= count <= behind + 1:
-        raise ValueError(f"{count} Δ-layers: a model of {layers} layers has 1 to {behind + 1}")
-    edges = [FIRST + 1 + n * behind // max(1, count - 1) for n in range(count)]
+    later = layers - 1 - (FIRST + 1)
+    if not 1 <= count <= later + 1:
+        raise ValueError(f"{count} Δ-layers: a model of {layers} layers has 1 to {later + 1}")
+    edges = [FIRST + 1 + n * later // max(1, count - 1) for n in range(count)]
     return [range(a, b) for a, b in pairwise(edges)]
 
 

@@ -80,8 +80,8 @@ class Performance:
         """Return the performance with only this head's threshold changed."""
         method = self._with({(layer, head): quota})
         hook = partial(_attend, method)
-        behind = range(layer, self._stack.layers.stop)
-        return self._performance(read_densely(self._stack, self._entering[layer], hook, behind))
+        later = range(layer, self._stack.layers.stop)
+        return self._performance(read_densely(self._stack, self._entering[layer], hook, later))
 
     def _with(self, changed: dict[tuple[int, int], float]) -> Attention:
         heads = range(self._stack.config.q_heads)

@@ -63,7 +63,7 @@ def _turns(where: str, content: str) -> list[Turn]:
 
 
 def _turn(number: int, request: dict[str, Any]) -> Turn:
-    """Make a turn. Tokens behind its last whole block are in a block that no other turn has."""
+    """Make a turn. Tokens after its last whole block are in a block that no other turn has."""
     blocks, tokens = [int(block) for block in request["hash_ids"]], int(request["in"])
     rest = max(0, -(-tokens // BLOCK) - len(blocks))
     own = [-1 - (number << 20) - n for n in range(rest)]

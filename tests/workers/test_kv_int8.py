@@ -52,7 +52,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def behind(stack: LayerStack, ids: Sequence[int], answer: Sequence[int], *, rounds: bool = True) -> float:
+def logit_gap(stack: LayerStack, ids: Sequence[int], answer: Sequence[int], *, rounds: bool = True) -> float:
     """Return the largest difference between a plain model's highest logit and its logit of the answer's
     token.
 
@@ -109,13 +109,13 @@ async def test_int8_service_answers_as_a_model_with_rounded_kv(
     unrounded = []
     for name, question in (("b", DOCUMENT[40:77]), ("c", DOCUMENT[100:205])):
         answer = await run.ask_session(name, session, question, SAMPLING)
-        assert behind(tiny_stack, [*DOCUMENT, *question], answer.ids) < SAME
-        unrounded.append(behind(tiny_stack, [*DOCUMENT, *question], answer.ids, rounds=False))
+        assert logit_gap(tiny_stack, [*DOCUMENT, *question], answer.ids) < SAME
+        unrounded.append(logit_gap(tiny_stack, [*DOCUMENT, *question], answer.ids, rounds=False))
     assert max(unrounded) > SAME
     await run.reserve("again", TOKENS, SAMPLING.max_tokens)
     async with group(tiny_llama, line, stages=3) as controller:
         await read(controller, job_of("again", DENSE))
-    assert behind(tiny_stack, DOCUMENT, await generate(run, "again")) < SAME
+    assert logit_gap(tiny_stack, DOCUMENT, await generate(run, "again")) < SAME
 
 
 async def test_page_selection_of_all_pages_equals_full_with_int8_kv(
@@ -146,7 +146,7 @@ async def test_recomputed_blocks_are_written_in_8_bits(
     async with group(tiny_llama, line) as controller:
         await read(controller, job_of("a", sparse))
     answer = await generate(run, "a", prompt_ids=packed(DOCUMENT))
-    assert behind(tiny_stack, DOCUMENT, answer) < SAME
+    assert logit_gap(tiny_stack, DOCUMENT, answer) < SAME
 
 
 async def test_resumed_prompt_has_the_same_kv_and_logits_bit_for_bit(

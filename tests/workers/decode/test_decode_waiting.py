@@ -215,7 +215,7 @@ async def test_refuses_a_long_wait_at_once_with_a_retry_time(bench: Any) -> None
     clock.now += 6.0
     (waiting,) = await reserving(run, reservation_of("d", 640))
     second = await run.engine.reserve(reservation_of("e", 16))
-    assert second.retry_after_s == pytest.approx(19.0 + 30.0), "behind d, which will hold all pages"
+    assert second.retry_after_s == pytest.approx(19.0 + 30.0), "after d, which will hold all pages"
     await run.engine.cancel("b")
     assert isinstance(await waiting, Reserved)
     await run.engine.cancel("d")

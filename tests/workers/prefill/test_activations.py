@@ -77,7 +77,7 @@ def run(rank):
         time.sleep(0.01)
     ends.abort()
 
-# Each rank is a process of its own. They are forked behind the imports, which take most of the time.
+# Each rank is a process of its own. They are forked after the imports, which take most of the time.
 process = torch.multiprocessing.get_context("fork").Process
 ranks = [process(target=run, args=(rank,)) for rank in range(stages)]
 for rank in ranks:
