@@ -84,7 +84,7 @@ def test_biases_and_the_clamped_activation_equal_the_oracle(hidden: int, columns
     options = ExpertOptions(draw(6 * 2 * columns) * 8, draw(6 * hidden), clamped=True)
     given = (x_TC, logits_TE, gate_up_JC * 8, down_CI, router)
     stacked = [one.cpu().view(6, -1, one.shape[1]) for one in given[2:4]]
-    wanted_TC = reference.mixture(x_TC.cpu(), logits_TE.cpu(), *stacked, router, options)
+    wanted_TC = reference.mixture(x_TC.cpu(), logits_TE.cpu(), *stacked, router, options)  # type: ignore[call-arg]
     assert_rows_close(cpu_mixture(*given, options).cpu().double(), wanted_TC, dtype=torch.float32, factor=2.0)
     with poisoned_empty():
         found_TC = kernel_mixture(*given, tile, options)
