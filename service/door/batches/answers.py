@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from deltafront.service.door.batches.catalog import Catalog, parts_of
 from deltafront.service.door.batches.records import BatchRecord
 
+_AT_ONCE = 64
+"""Parts that are read at once, because each takes object storage a round trip."""
+
 
 @dataclass(frozen=True)
 class Answered:
@@ -50,9 +53,10 @@ class BatchAnswers:
     def read(self) -> Iterator[Answered]:
         """Yield each line's first answer. There are two if a door that had lost its lease went on."""
         seen: set[int] = set()
-        for name in self._storage.names(self._folder):
-            with self._storage.open(f"{self._folder}/{name}") as part:
-                for packed in part:
+        names = [f"{self._folder}/{name}" for name in self._storage.names(self._folder)]
+        for first in range(0, len(names), _AT_ONCE):
+            for part in self._storage.read_all(names[first : first + _AT_ONCE]):
+                for packed in part.splitlines(keepends=True):
                     answer = Answered.unpacked(packed)
                     if answer.number not in seen:
                         seen.add(answer.number)

@@ -14,7 +14,8 @@ import pytest
 
 from deltafront.service import wiring
 from deltafront.service.config import ConfigError, parse
-from deltafront.service.door.batches import catalog, lease, upload
+from deltafront.service.door.batches import answers, catalog, lease, upload
+from deltafront.service.door.batches.answers import Answered, BatchAnswers
 from deltafront.service.door.batches.catalog import Catalog
 from deltafront.service.door.batches.lease import DoorLease, LeaseLost
 from deltafront.service.door.batches.records import UnknownFile
@@ -180,6 +181,16 @@ def test_storage_has_whole_files_and_bounded_names(storage: Storage) -> None:
             files.file("a", wrong)
     assert storage.names("nowhere") == []
     storage.delete("nowhere")
+
+
+def test_each_lines_first_answer_is_read_from_many_parts(storage: Storage) -> None:
+    parts = BatchAnswers(Catalog(storage, 1 << 20), "ann", "batch_1", "one")
+    for number in range(2 * answers._AT_ONCE + 1):
+        parts.add([Answered(number, True, b"{}\n"), Answered(number + 1, False, b'{"a": "\xe2\x80\xa8"}\n')])
+    found = list(parts.read())
+    assert [answer.number for answer in found] == list(range(2 * answers._AT_ONCE + 2))
+    assert found[0] == Answered(0, True, b"{}\n")
+    assert {answer.line for answer in found[1:]} == {b'{"a": "\xe2\x80\xa8"}\n'}
 
 
 def test_place_is_a_folder_or_a_url_that_can_be_used(place: Path) -> None:
