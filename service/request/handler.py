@@ -114,6 +114,10 @@ class RequestHandler:
         return generation_prompt(self._resources.tokenizer, request.append or request.prompt)
 
     @property
+    def is_harmony(self) -> bool:
+        return self._resources.tokenizer.is_harmony
+
+    @property
     def tool_format(self) -> ToolFormat | None:
         return self._resources.tokenizer.tool_format
 
@@ -123,7 +127,7 @@ class RequestHandler:
 
     @property
     def marks_reasoning(self) -> bool:
-        return self._resources.settings.reasoning == "think"
+        return self._resources.settings.reasoning == "think" or self.is_harmony
 
     def owner(self, rpc: str, headers: Headers) -> str:
         """Authenticate a request before its message is received, and return the caller's owner id.

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from deltafront.service.door.reasoning import ReasoningSplitter
 from deltafront.service.request.answers import AnswerPart, CallPart
-from deltafront.service.request.calls import GenerateRequest
+from deltafront.service.request.calls import Ending, GenerateRequest
 from deltafront.service.request.handler import RequestHandler
+from deltafront.service.request.text.harmony import HarmonyParser, opening_of
 from deltafront.service.request.text.thoughts import is_open
 from deltafront.service.request.text.tool_calls import ToolCallParser, random_id
 
@@ -17,28 +18,36 @@ class AnswerSplitter:
     Args:
         reasoning: None: all text is content.
         calls: None: the answer may not call tools.
+        channels: The parser of gpt-oss's channels, which does all.
     """
 
     def __init__(
-        self, reasoning: ReasoningSplitter | None = None, calls: ToolCallParser | None = None
+        self,
+        reasoning: ReasoningSplitter | None = None,
+        calls: ToolCallParser | None = None,
+        channels: HarmonyParser | None = None,
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
+        self._channels = channels
 
     @property
     def called(self) -> bool:
         """True if the answer calls tools, and no call is cut off."""
-        return self._calls is not None and self._calls.calls > 0 and self._calls.ended
+        caller = self._channels or self._calls
+        return caller is not None and caller.calls > 0 and caller.ended
 
     @property
     def cut_off(self) -> bool:
         """True if the answer so far ends within a call's arguments."""
-        return self._calls is not None and not self._calls.ended
+        caller = self._channels or self._calls
+        return caller is not None and not caller.ended
 
     @property
     def reasoning_tokens(self) -> int | None:
         """Tokens of reasoning so far; None if reasoning is not separated from content."""
-        return None if self._reasoning is None else self._reasoning.tokens
+        reasoner = self._channels or self._reasoning
+        return None if reasoner is None else reasoner.tokens
 
     def push(self, text: str, tokens: int, last: bool = False) -> list[AnswerPart]:
         """Split the next text. The result is empty while the text is held back.
@@ -47,6 +56,8 @@ class AnswerSplitter:
             tokens: Tokens of the answer so far, including this text.
             last: True if this text ends the answer.
         """
+        if self._channels is not None:
+            return self._channels.push(text, tokens, last)
         parts = [AnswerPart(content=text)]
         if self._reasoning is not None:
             parts = [self._reasoning.push(text, tokens), *([self._reasoning.flush()] if last else [])]
@@ -86,7 +97,12 @@ async def answer_splitters(
     opening: str | None = None  # the text with which the chat template begins the answer
     if reasoning:
         opening = await requests.text_budget.work(size, lambda _: requests.generation_prompt(request))
-    form, tools = requests.tool_format, request.tools
+    form, tools, asked = requests.tool_format, request.tools, request.append or request.prompt
+    if opening is not None and requests.is_harmony and asked is not None and asked.reasons:
+        begun = opening_of(opening, continued=asked.ending is Ending.OPEN)
+        return [
+            AnswerSplitter(channels=HarmonyParser(begun, tools is not None, new_id)) for _ in range(answers)
+        ]
     return [
         AnswerSplitter(
             None if opening is None else ReasoningSplitter(is_open(opening), trims=request.has_form),

@@ -36,7 +36,10 @@ class Answer:
     def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
         self._metrics = resources.metrics
         self._accepted = accepted
-        detokenizer = resources.tokenizer.detokenizer(tools_of(call.prompt, call.append) is not None)
+        last = call.append or call.prompt
+        detokenizer = resources.tokenizer.detokenizer(
+            tools=tools_of(call.prompt, call.append) is not None, split=last is not None and last.reasons
+        )
         sampling = call.sampling
         end_ids = (*(() if sampling.ignore_eos else resources.eos_ids), *sampling.stop_token_ids)
         self._text = AnswerText(detokenizer, call.stop, end_ids, call.answered, sampling.min_tokens)

@@ -18,6 +18,7 @@ from deltafront.kernels.methods import MethodSpec, is_exact
 from deltafront.service.errors import InvalidArgument, TooLong
 from deltafront.service.request.calls import Call, Ending, Prompt, pack_ids, tools_of
 from deltafront.service.request.context import Resources
+from deltafront.service.request.text.harmony import harmony_grammar
 from deltafront.service.request.text.pieces import TextTooLong, TokenLimit
 from deltafront.service.request.text.text_budget import HeldText
 from deltafront.service.request.text.thoughts import with_thoughts
@@ -91,8 +92,13 @@ async def constrained(resources: Resources, call: Call) -> Call:
 def _grammar(resources: Resources, call: Call) -> str:
     tools, form = tools_of(call.prompt, call.append), resources.tokenizer.tool_format
     name, last = f"{'append' if call.append else 'prompt'}.messages.tools", call.append or call.prompt
+    reasons = last is not None and last.reasons
+    harmony = resources.tokenizer.is_harmony and (reasons or tools is not None)
     try:
-        if tools is not None and form is not None:
+        if tools is not None and harmony:
+            schema = _schema_beside_tools(resources, call)
+            grammar = _in_channels(resources, call, schema and grammar_of("json_schema", schema))
+        elif tools is not None and form is not None:
             schema = _schema_beside_tools(resources, call)
             grammar = tools_grammar(form, tools, resources.tokenizer.tool_tokens, schema)
         elif call.constraint is None:
@@ -101,12 +107,22 @@ def _grammar(resources: Resources, call: Call) -> str:
             ((kind, rule),) = [given for given in vars(call.constraint).items() if given[1] is not None]
             name = f"constraint.{kind}"
             grammar = _choice(rule) if kind == "choice" else grammar_of(kind, rule)
-        if last is not None and last.reasons:
+            grammar = _in_channels(resources, call, grammar) if harmony else grammar
+        if reasons and not harmony:
             grammar = with_thoughts(grammar, generation_prompt(resources.tokenizer, last))
-        resources.grammars.begin(grammar, call.answered)
+        if grammar:
+            resources.grammars.begin(grammar, call.answered)
     except GrammarError as error:
         raise InvalidArgument(name, str(error)) from None
     return grammar
+
+
+def _in_channels(resources: Resources, call: Call, answer: str | None) -> str:
+    """Return the grammar of an answer in harmony's channels, unless it continues a message."""
+    tools, last = tools_of(call.prompt, call.append), call.append or call.prompt
+    if last is None or last.ending is not Ending.ANSWER:
+        return answer or ""
+    return harmony_grammar(tools, answer, resources.tokenizer.tool_tokens)
 
 
 def _choice(texts: Sequence[str]) -> str:

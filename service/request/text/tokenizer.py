@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from deltafront.service.request.calls import Ending, SpecialTokens, Tools
+from deltafront.service.request.text import harmony
 from deltafront.service.request.text.control_tokens import (
     TEMPLATE_READS_TOKENS,
     ControlTokens,
@@ -31,6 +32,7 @@ from deltafront.service.request.text.tool_calls import MARKS, ToolFormat, format
 from deltafront.workers.model.directory.chat_template import OURS, ChatTemplate
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.tokenizer_files import (
+    CHANNEL,
     TOKENIZER,
     AddedToken,
     TokenizerFiles,
@@ -97,7 +99,7 @@ class TextTokenizer:
         for a text with a control token."""
         if tools is None:
             return self
-        if self.tool_format is None:
+        if self.tool_format is None and not self.is_harmony:
             raise TemplateError(
                 "this model's chat template has no tools, or the model writes calls in a form not read here"
             )
@@ -110,10 +112,19 @@ class TextTokenizer:
         return None if self._template is None else format_of(self._template.source)
 
     @functools.cached_property
+    def is_harmony(self) -> bool:
+        """True if answers come in gpt-oss's channels (`harmony`)."""
+        source = "" if self._template is None else self._template.source
+        return CHANNEL in source and self._special_ids(harmony.MARKS).keys() == {*harmony.MARKS}
+
+    @functools.cached_property
     def tool_tokens(self) -> Mapping[str, int]:
-        """Special tokens of tool calls, which plain text cannot produce."""
+        """Special tokens of tool calls and channels, which plain text cannot produce."""
+        return self._special_ids(harmony.MARKS if self.is_harmony else MARKS)
+
+    def _special_ids(self, texts: Sequence[str]) -> dict[str, int]:
         added = self._tokenizer.get_added_tokens_decoder().items()
-        return {token.content: number for number, token in added if token.special and token.content in MARKS}
+        return {token.content: number for number, token in added if token.special and token.content in texts}
 
     def with_limit(self, limit: TokenLimit) -> TextTokenizer:
         return self._with(_limit=limit)
@@ -185,9 +196,11 @@ class TextTokenizer:
         """Return the vocabulary's spelling of each token; empty for ids that it lacks."""
         return [self._tokenizer.id_to_token(number) or "" for number in ids]
 
-    def detokenizer(self, tools: bool = False) -> Detokenizer:
-        """Make a detokenizer. With `tools`, special tokens around tool calls are also decoded to text."""
-        spoken = {number: text for text, number in self.tool_tokens.items()} if tools else {}
+    def detokenizer(self, tools: bool = False, split: bool = False) -> Detokenizer:
+        """Make a detokenizer. With `tools`, special tokens around tool calls are also decoded to text. With
+        `split` (the answer is split into reasoning and content), those around channels are."""
+        is_spoken = tools or (split and self.is_harmony)
+        spoken = {number: text for text, number in self.tool_tokens.items()} if is_spoken else {}
         return Detokenizer(self._tokenizer, spoken)
 
     def _ids(self, tokenizer: Tokenizer, text: str, add_bos: bool) -> bytes:

@@ -20,7 +20,7 @@ from deltafront.service.request.calls import Tools
 from deltafront.service.request.text.detokenize import overlap
 from deltafront.service.request.text.tool_parameters import ParameterFormat, ParameterReader, parameter_rules
 
-_LENIENT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
+LENIENT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
 """Options for tools' parameters: llguidance ignores unknown keywords, because tools have all kinds of
 schemas."""
 _ID_LETTERS = string.ascii_letters + string.digits
@@ -63,10 +63,10 @@ class ToolFormat:
             return {}
         return {function["name"]: function.get("parameters") or {} for function in tools.functions}
 
-    def arguments(self, schemas: Mapping[str, Mapping[str, Any]], name: str) -> _JsonEnd | ParameterReader:
+    def arguments(self, schemas: Mapping[str, Mapping[str, Any]], name: str) -> JsonEnd | ParameterReader:
         """Return a new reader of the arguments of one call of the function `name`."""
         if self.parameters is None:
-            return _JsonEnd()
+            return JsonEnd()
         return ParameterReader(self.parameters, schemas.get(name) or {})
 
 
@@ -95,7 +95,7 @@ MARKS = (
 )  # fmt: skip
 """Texts of these formats that are special tokens in some models."""
 _OTHERS = ("<|channel|>",)
-"""Markers of formats that are refused, because calls are not text."""
+"""Markers of formats that are not read here: `harmony` reads gpt-oss's."""
 
 
 def format_of(template: str) -> ToolFormat | None:
@@ -145,9 +145,9 @@ def _call(form: ToolFormat, name: str, function: Mapping[str, Any], special: Map
     head, given = _words(form.head.replace("NAME", function["name"]), special), function.get("parameters")
     if form.parameters is not None:
         words = partial(_words, special=special)
-        rest, rules = parameter_rules(form.parameters, name, given or {}, _LENIENT, words)
+        rest, rules = parameter_rules(form.parameters, name, given or {}, LENIENT, words)
         return [f"{name}: {head} {rest}", *rules]
-    schema = {"type": "object", **(given or {}), "x-guidance": _LENIENT}
+    schema = {"type": "object", **(given or {}), "x-guidance": LENIENT}
     return [f"{name}: {head} %json {json.dumps(schema)} {_words(form.tail, special)}"]
 
 
@@ -185,7 +185,7 @@ class ToolCallParser:
         self._held = ""
         self._calling: bool | None = None if not form.trigger else False
         """True if the next text belongs to a call; None before the answer has begun."""
-        self._arguments: _JsonEnd | ParameterReader | None = None
+        self._arguments: JsonEnd | ParameterReader | None = None
         self.calls = 0
 
     @property
@@ -235,7 +235,7 @@ class ToolCallParser:
         self._arguments, self.calls = self._form.arguments(self._schemas, found[1]), self.calls + 1
         return CallPart(index, self._new_id(index), found[1])
 
-    def _more_arguments(self, arguments: _JsonEnd | ParameterReader) -> CallPart | None:
+    def _more_arguments(self, arguments: JsonEnd | ParameterReader) -> CallPart | None:
         taken, length = arguments.read(self._held)
         self._held = self._held[length:]
         if arguments.ended:
@@ -243,7 +243,7 @@ class ToolCallParser:
         return CallPart(self.calls - 1, arguments=taken) if taken else None
 
 
-class _JsonEnd:
+class JsonEnd:
     """Finds the end of a streamed JSON object."""
 
     def __init__(self) -> None:

@@ -173,6 +173,10 @@ def _added(
     return dict(sorted(added.items()))
 
 
+CHANNEL = "<|channel|>"
+"""The marker of templates that write messages in gpt-oss's channels."""
+
+
 def end_tokens(directory: Path) -> tuple[int, ...]:
     """Return the ids of the tokens that end an answer. Raises ModelError.
 
@@ -213,4 +217,6 @@ def _marker(files: TokenizerFiles, tokens: set[str]) -> str:
         return ""
     _before, separator, after = rendered.rpartition(_SAID)
     after = after.lstrip() if separator else ""
+    if CHANNEL in files.template.source:  # `<|end|>` ends a message, and an answer may have several
+        tokens = tokens - {"<|end|>"}
     return max((token for token in tokens if after.startswith(token)), key=len, default="")

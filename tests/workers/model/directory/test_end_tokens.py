@@ -27,6 +27,7 @@ THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n"
     "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
 )
+CHANNELS = "{{% for m in messages %}}<|channel|>final<|message|>{{{{ m.content }}}}{}{{% endfor %}}"
 OPEN_AT_THE_END = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
 
 
@@ -66,6 +67,8 @@ def test_the_templates_token_after_an_answer_is_an_end_token(tmp_path: Path) -> 
         ),
         ("{% for m in messages %}{{ m.content }}<end>>{% endfor %}", ["<end>", "<end>>"], 257),
         ("{% for m in messages %}### {{ m.role }}: {{ m.content }}\n\n{% endfor %}", ["<end>"], None),
+        (CHANNELS.format("<|end|>"), ["<|channel|>", "<|end|>", "<|return|>"], None),
+        (CHANNELS.format("<|return|>"), ["<|channel|>", "<|end|>", "<|return|>"], 258),
         ("{{ raise_exception('never') }}", ["<end>"], None),
         ("{{ messages[0].content }}", ["<end>"], None),
         ("{{ 1 + messages }}", ["<end>"], None),
