@@ -184,12 +184,13 @@ def test_answer_that_violates_its_grammar_is_not_resumed(grammars: Grammars) -> 
         grammars.begin('start: "ab"', [TOKENS.index("b")])
 
 
-async def test_sampled_answers_of_random_schemas_validate(bench: Any, grammars: Grammars) -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(250, marks=pytest.mark.long)])
+async def test_sampled_answers_of_random_schemas_validate(bench: Any, grammars: Grammars, count: int) -> None:
     """Each batch has several schemas and an answer without one. Steps are launched ahead."""
     run, plain = await bench(grammars=grammars, looks_ahead=True), await bench()
     batches: list[list[Any]] = []
 
-    @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(SCHEMAS, min_size=2, max_size=4))
     def collect(schemas: list[Any]) -> None:
         batches.append(schemas)

@@ -77,19 +77,23 @@ def read(
 
 
 @BY_MARKER
-@settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(TOOLS, st.integers(0, 999), st.lists(st.integers(0, 999), max_size=9), st.booleans())
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.long)])
 def test_required_calls_of_random_tools_match_their_schemas(
-    grammars: Grammars, form: ToolFormat, tools: list[Any], seed: int, cuts: list[int], parallel: bool
+    grammars: Grammars, form: ToolFormat, count: int
 ) -> None:
-    grammar = tools_grammar(form, Tools(tuple(tools), "required", parallel), {}, None)
-    text, ended = written(grammars, grammar, seed)
-    said, calls = read(form, text, cuts, tools)
-    assert not said.strip() and calls
-    assert parallel or len(calls) == 1
-    known = {tool["name"]: tool["parameters"] for tool in tools}
-    for name, arguments in calls if ended else calls[:-1]:
-        jsonschema.validate(json.loads(arguments), known[name])
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(TOOLS, st.integers(0, 999), st.lists(st.integers(0, 999), max_size=9), st.booleans())
+    def check(tools: list[Any], seed: int, cuts: list[int], parallel: bool) -> None:
+        grammar = tools_grammar(form, Tools(tuple(tools), "required", parallel), {}, None)
+        text, ended = written(grammars, grammar, seed)
+        said, calls = read(form, text, cuts, tools)
+        assert not said.strip() and calls
+        assert parallel or len(calls) == 1
+        known = {tool["name"]: tool["parameters"] for tool in tools}
+        for name, arguments in calls if ended else calls[:-1]:
+            jsonschema.validate(json.loads(arguments), known[name])
+
+    check()
 
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"<tool_call>"}}\n</tool_call>'
