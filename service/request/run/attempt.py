@@ -24,7 +24,7 @@ BUSY_RETRY_S = 5.0
 """The retry time after a refusal that names none."""
 
 
-class Attempt:
+class WorkerLeases:
     """One attempt's leases on workers. As a context manager it renews them, and cancels the attempt on these
     workers at the end.
 
@@ -46,7 +46,7 @@ class Attempt:
         self._workers.remove(worker)
         self._fleet.drop_lease(worker, self.request_id)
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> WorkerLeases:
         return self
 
     def __exit__(self, *_error: object) -> None:

@@ -10,7 +10,7 @@ from deltafront.service.fleet import admission
 from deltafront.service.fleet.fleet_view import Charge
 from deltafront.service.fleet.session_ids import NO_SESSION
 from deltafront.service.request.context import Resources
-from deltafront.service.request.run.attempt import BUSY_RETRY_S, Attempt
+from deltafront.service.request.run.attempt import BUSY_RETRY_S, WorkerLeases
 from deltafront.service.request.run.plan import Plan
 from deltafront.service.request.run.prefix import PrefixHit
 from deltafront.workers.messages.requests import RefusalReason, Refused, RequestOptions, Reservation, Reserved
@@ -41,9 +41,9 @@ class Placed:
 
 async def place(
     resources: Resources,
-    attempt: Attempt,
+    leases: WorkerLeases,
     plan: Plan,
-    reservation_of: Callable[[Attempt, Plan], Reservation],
+    reservation_of: Callable[[WorkerLeases, Plan], Reservation],
     hit: PrefixHit | None,
     method: str,
     lap: Callable[[str], None],
@@ -58,18 +58,18 @@ async def place(
     await fleet.wait_until_ready(resources.settings.worker_wait_s)
     lap("worker_wait")
     shared = plan if hit is None else replace(plan, prefix_tokens=hit.prefix.tokens)
-    options = reservation_of(attempt, plan).options
+    options = reservation_of(leases, plan).options
     tier = options.service_tier
     admitted = await admit(resources, shared, options, method)
     groups = await _groups_with_room(resources, admitted.groups, shared, tier)
     answer: Reserved | Refused | None = None
     if hit is not None:
-        answer = await reserve(attempt, hit.worker, reservation_of(attempt, shared))
+        answer = await reserve(leases, hit.worker, reservation_of(leases, shared))
     if hit is not None and isinstance(answer, Reserved):
         worker, reserved, plan = hit.worker, answer, shared
     else:
         worker, reserved = await _reserve_on_any(
-            resources, attempt, admitted.workers, reservation_of(attempt, plan)
+            resources, leases, admitted.workers, reservation_of(leases, plan)
         )
     need, group = _need(plan, None, method, tier), fleet.view.groups.get(groups[0])
     ttft_s = None if group is None else admission.predicted_ttft(need, group)
@@ -110,11 +110,11 @@ async def admit(
 
 
 async def place_on_worker(
-    resources: Resources, attempt: Attempt, plan: Plan, reservation: Reservation
+    resources: Resources, leases: WorkerLeases, plan: Plan, reservation: Reservation
 ) -> tuple[DecodeWorker, Reserved]:
     """Reserve an attempt's pages where a decode worker prefills the whole prompt. Raises as `place`."""
     admitted = await admit(resources, plan, reservation.options, "dense")
-    return await _reserve_on_any(resources, attempt, admitted.workers, reservation)
+    return await _reserve_on_any(resources, leases, admitted.workers, reservation)
 
 
 async def _groups_with_room(
@@ -144,7 +144,7 @@ def _of_all_queues(refused: Sequence[Refused]) -> Refused:
 
 
 async def _reserve_on_any(
-    resources: Resources, attempt: Attempt, names: Sequence[str], reservation: Reservation
+    resources: Resources, leases: WorkerLeases, names: Sequence[str], reservation: Reservation
 ) -> tuple[DecodeWorker, Reserved]:
     """Reserve on the first worker with enough pages.
 
@@ -154,14 +154,14 @@ async def _reserve_on_any(
     best, best_wait = resources.fleet.worker(names[0]), (True, math.inf)
     for name in names if len(names) > 1 else ():
         worker = resources.fleet.worker(name)
-        answer = await reserve(attempt, worker, replace(reservation, wait=False))
+        answer = await reserve(leases, worker, replace(reservation, wait=False))
         if isinstance(answer, Reserved):
             return worker, answer
         if answer.reason not in RETRY_ELSEWHERE:
             raise refusal_error(answer)
         if _wait(answer) < best_wait:
             best, best_wait = worker, _wait(answer)
-    answer = await reserve(attempt, best, replace(reservation, wait=True))
+    answer = await reserve(leases, best, replace(reservation, wait=True))
     if isinstance(answer, Refused):
         raise refusal_error(answer)
     return best, answer
@@ -177,11 +177,11 @@ def _wait(refused: Refused) -> tuple[bool, float]:
     return never, math.inf if refused.retry_after_s is None else refused.retry_after_s
 
 
-async def reserve(attempt: Attempt, worker: DecodeWorker, reservation: Reservation) -> Reserved | Refused:
-    attempt.add(worker)
+async def reserve(leases: WorkerLeases, worker: DecodeWorker, reservation: Reservation) -> Reserved | Refused:
+    leases.add(worker)
     answer = await worker.reserve(reservation)
     if isinstance(answer, Refused):
-        attempt.settle(worker)
+        leases.settle(worker)
     return answer
 
 

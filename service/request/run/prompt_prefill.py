@@ -14,7 +14,7 @@ from deltafront.service.errors import WorkerError, WorkerFailed, WorkerLost
 from deltafront.service.fleet.fleet_view import Charge
 from deltafront.service.request.calls import Call
 from deltafront.service.request.context import Resources
-from deltafront.service.request.run.attempt import Attempt, Replays
+from deltafront.service.request.run.attempt import Replays, WorkerLeases
 from deltafront.service.request.run.placement import RETRY_ELSEWHERE, admit, refusal_error, soonest
 from deltafront.service.request.run.plan import Plan
 from deltafront.service.request.ttft_clock import REPLAY, prefill_parts
@@ -41,7 +41,7 @@ class PromptPrefill:
     """
 
     resources: Resources
-    attempt: Attempt
+    leases: WorkerLeases
     groups: Sequence[str]
     worker: DecodeWorker
     plan: Plan
@@ -51,7 +51,7 @@ class PromptPrefill:
     def __post_init__(self) -> None:
         self._resume_step = resume_step(self.call.method)
         self._job = PrefillJob(
-            request_id=self.attempt.request_id,
+            request_id=self.leases.request_id,
             token_ids=self.plan.prefill_ids,
             method=self.call.method,
             decode_worker=self.worker.name,
@@ -136,7 +136,7 @@ class PromptPrefill:
         self, group: Group, progress: Callable[[Progress], None]
     ) -> PrefillReport | Refused:
         """Prefill on one group. A failing group has ended the request, or ends it when its lease expires."""
-        self.attempt.add(group)
+        self.leases.add(group)
         try:
             async for event in group.prefill(self._job):
                 if isinstance(event, ChunkRead):
@@ -144,11 +144,11 @@ class PromptPrefill:
                         self._reports[event.tokens_done] = event.so_far, self._of_all_groups(event.so_far)
                     progress(Progress(tokens_done=event.tokens_done, tokens_total=event.tokens_total))
                 else:
-                    self.attempt.settle(group)
+                    self.leases.settle(group)
                     return event.report if isinstance(event, PrefillDone) else event
             raise WorkerFailed(group.name, f"{group.name} ended without a result")
         except WorkerError:
-            self.attempt.settle(group)
+            self.leases.settle(group)
             raise
 
     def _of_all_groups(self, report: PrefillReport) -> PrefillReport:

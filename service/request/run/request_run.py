@@ -26,7 +26,7 @@ from deltafront.service.request.callers import RequestUse
 from deltafront.service.request.calls import Call, Prompt
 from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.run.answer import Answer
-from deltafront.service.request.run.attempt import Attempt, Replays, deadline_timeout
+from deltafront.service.request.run.attempt import Replays, WorkerLeases, deadline_timeout
 from deltafront.service.request.run.fork import Fork
 from deltafront.service.request.run.placement import (
     READ_TOO_LATE,
@@ -135,32 +135,30 @@ class RequestRun:
                 return
             hit = None
         await use.set_tokens(plan.prefill_tokens + plan.answer_tokens)
-        with Attempt(resources.fleet, self._call.request_id) as attempt:
+        with WorkerLeases(resources.fleet, self._call.request_id) as leases:
             lap, method = self._accepted.clock.lap, self._call.method.name
-            placed = await place(resources, attempt, plan, self._reservation, hit, method, lap)
+            placed = await place(resources, leases, plan, self._reservation, hit, method, lap)
             plan = placed.plan
             self._answer.record_reserved(placed.reserved)
             self._answer.expect(placed.ttft_s, plan.prefix_tokens, plan.prefill_tokens)
             worker = placed.worker
-            prefill = PromptPrefill(
-                resources, attempt, placed.groups, worker, plan, self._call, self._replays
-            )
+            prefill = PromptPrefill(resources, leases, placed.groups, worker, plan, self._call, self._replays)
             self._answer.record_prefill(await prefill.run(self._answer.progress))
             if self._call.prefill_only:
-                await self._keep(attempt, worker, plan)
+                await self._keep(leases, worker, plan)
             else:
-                await self._decode(attempt, worker, self._job(attempt, plan), timeout)
+                await self._decode(leases, worker, self._job(leases, plan), timeout)
 
     async def _from_worker(self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan) -> None:
         """Have a decode worker prefill the whole prompt, densely, for its log-probabilities."""
         plan = plan.on_worker(recompute_blocks=0)
         await use.set_tokens(plan.prefill_tokens + plan.answer_tokens)
-        with Attempt(self._resources.fleet, self._call.request_id) as attempt:
-            reservation = self._reservation(attempt, plan)
-            worker, reserved = await place_on_worker(self._resources, attempt, plan, reservation)
+        with WorkerLeases(self._resources.fleet, self._call.request_id) as leases:
+            reservation = self._reservation(leases, plan)
+            worker, reserved = await place_on_worker(self._resources, leases, plan, reservation)
             self._answer.record_reserved(reserved)
             self._accepted.clock.lap("admission")
-            await self._decode(attempt, worker, self._job(attempt, plan), timeout)
+            await self._decode(leases, worker, self._job(leases, plan), timeout)
 
     async def _from_fork(self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan) -> bool:
         """Try once to answer from the session of the prompt's first choice. Returns False if impossible."""
@@ -210,14 +208,14 @@ class RequestRun:
     ) -> bool:
         """Answer on a worker that has the prompt's beginning. Returns False if it has no room."""
         await use.set_tokens(plan.prefill_tokens + plan.answer_tokens)
-        with Attempt(self._resources.fleet, self._call.request_id) as attempt:
-            reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
+        with WorkerLeases(self._resources.fleet, self._call.request_id) as leases:
+            reserved = await reserve(leases, worker, self._reservation(leases, plan))
             if isinstance(reserved, requests.Refused):
                 return False
             self._answer.record_reserved(reserved)
             self._accepted.clock.lap("admission")
-            job = replace(self._job(attempt, plan), prompt_ids=prompt_ids)
-            await self._decode(attempt, worker, job, timeout)
+            job = replace(self._job(leases, plan), prompt_ids=prompt_ids)
+            await self._decode(leases, worker, job, timeout)
         return True
 
     async def _from_session(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
@@ -227,10 +225,10 @@ class RequestRun:
         if self._is_complete(plan):
             return
         await use.set_tokens(plan.prefill_tokens + plan.max_tokens)
-        with Attempt(fleet, call.request_id) as attempt:
+        with WorkerLeases(fleet, call.request_id) as leases:
             worker = await fleet.session_worker(worker_of(call.session_id or ""))
             try:
-                reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
+                reserved = await reserve(leases, worker, self._reservation(leases, plan))
                 if (
                     isinstance(reserved, requests.Refused)
                     and reserved.reason is requests.RefusalReason.POSITIONS
@@ -241,13 +239,13 @@ class RequestRun:
                     if self._is_complete(plan):
                         return
                     if plan.max_tokens:
-                        reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
+                        reserved = await reserve(leases, worker, self._reservation(leases, plan))
                 if isinstance(reserved, requests.Refused):
                     raise refusal_error(reserved)
                 answer.session_tokens = reserved.held_tokens
                 answer.record_reserved(reserved)
                 self._accepted.clock.lap("admission")
-                await self._decode(attempt, worker, self._job(attempt, plan), timeout)
+                await self._decode(leases, worker, self._job(leases, plan), timeout)
             except WorkerLost as error:
                 fleet.forget(error.worker)
                 if self._is_complete(self._plan()):
@@ -258,20 +256,20 @@ class RequestRun:
         """Ask for the session's length, for a complete answer's usage; 0 if the worker does not answer."""
         fleet, call = self._resources.fleet, self._call
         try:
-            with Attempt(fleet, call.request_id) as attempt:
+            with WorkerLeases(fleet, call.request_id) as leases:
                 async with asyncio.timeout(_LAST_REPORT_S):
                     worker = await fleet.session_worker(worker_of(call.session_id or ""))
                     nothing = Plan(b"", 0, session_id=call.session_id, worker_prefills=True)
-                    empty = self._reservation(attempt, nothing)
-                    reserved = await reserve(attempt, worker, replace(empty, wait=False))
+                    empty = self._reservation(leases, nothing)
+                    reserved = await reserve(leases, worker, replace(empty, wait=False))
         except (TimeoutError, NotFound, WorkerError):
             return 0
         return reserved.held_tokens if isinstance(reserved, requests.Reserved) else 0
 
-    def _reservation(self, attempt: Attempt, plan: Plan) -> requests.Reservation:
+    def _reservation(self, leases: WorkerLeases, plan: Plan) -> requests.Reservation:
         call = self._call
         return requests.Reservation(
-            request_id=attempt.request_id,
+            request_id=leases.request_id,
             owner=call.owner,
             new_tokens=plan.new_tokens,
             max_tokens=plan.max_tokens,
@@ -286,12 +284,12 @@ class RequestRun:
             resume_tokens=plan.answered_tokens,
         )
 
-    def _job(self, attempt: Attempt, plan: Plan) -> requests.GenerateJob:
+    def _job(self, leases: WorkerLeases, plan: Plan) -> requests.GenerateJob:
         call = self._call
         # Blocks are recomputed for this answer, or later for questions to the kept session.
         recomputed = not plan.worker_prefills and (plan.recompute_blocks or plan.keep_tokens)
         return requests.GenerateJob(
-            request_id=attempt.request_id,
+            request_id=leases.request_id,
             sampling=replace(call.sampling, max_tokens=plan.max_tokens),
             extend_ids=plan.prefill_ids if plan.worker_prefills else plan.answered_ids,
             keep_tokens=plan.keep_tokens,
@@ -301,7 +299,7 @@ class RequestRun:
         )
 
     async def _decode(
-        self, attempt: Attempt, worker: DecodeWorker, job: requests.GenerateJob, timeout: asyncio.Timeout
+        self, leases: WorkerLeases, worker: DecodeWorker, job: requests.GenerateJob, timeout: asyncio.Timeout
     ) -> None:
         """Stream a worker's answer to the client, and note its session. A Prefill's one token is dropped."""
         stream, report = worker.generate(job), events.DecodeReport()
@@ -315,27 +313,27 @@ class RequestRun:
                     if self._fork is not None:
                         self._fork.offer(self._kept)
             elif isinstance(event, events.FinishEvent):
-                attempt.settle(worker)
+                leases.settle(worker)
                 if self._kept is not None:
-                    self._resources.fleet.confirm(worker, attempt.request_id)
+                    self._resources.fleet.confirm(worker, leases.request_id)
                 self._finish(worker, event)
                 return
             elif not self._call.prefill_only and self._answer.token(event, report):
                 timeout.reschedule(None)  # the complete answer met its deadline
-                last = await self._stop(attempt, worker, stream)
+                last = await self._stop(leases, worker, stream)
                 self._answer.finish(events.FinishReason.STOP_STRING, last)
                 return
         raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
 
     async def _stop(
-        self, attempt: Attempt, worker: DecodeWorker, stream: _WorkerEvents
+        self, leases: WorkerLeases, worker: DecodeWorker, stream: _WorkerEvents
     ) -> events.DecodeReport:
         try:
             async with asyncio.timeout(_LAST_REPORT_S):
-                await worker.cancel(attempt.request_id)
+                await worker.cancel(leases.request_id)
                 async for event in stream:
                     if isinstance(event, events.FinishEvent):
-                        attempt.settle(worker)
+                        leases.settle(worker)
                         return event.report
         except WorkerLost:
             self._release_kept()
@@ -368,10 +366,10 @@ class RequestRun:
             self._answer.finish(reason, events.DecodeReport())
         return reason is not None
 
-    async def _keep(self, attempt: Attempt, worker: DecodeWorker, plan: Plan) -> None:
+    async def _keep(self, leases: WorkerLeases, worker: DecodeWorker, plan: Plan) -> None:
         """Make the prompt a session, and release it if the client leaves before it is ready."""
         call = self._call
-        job = requests.KeepSession(request_id=attempt.request_id, prompt_ids=plan.inexact_ids(call.method))
+        job = requests.KeepSession(request_id=leases.request_id, prompt_ids=plan.inexact_ids(call.method))
         keeping = asyncio.ensure_future(worker.keep(job))
         try:
             kept = await asyncio.shield(keeping)
@@ -381,7 +379,7 @@ class RequestRun:
         if isinstance(kept, requests.Refused):
             late = kept.reason is requests.RefusalReason.DEADLINE
             raise refusal_error(kept) if late else WorkerFailed(worker.name, kept.message)
-        attempt.settle(worker)
+        leases.settle(worker)
         self._answer.finish_prefill(kept.session, kept.report)
 
     def _release_kept(self) -> None:
