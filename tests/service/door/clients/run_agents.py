@@ -1,4 +1,4 @@
-"""Claude Code and Codex, from npm, without their clouds: a tool call, its result, the answer."""
+"""Claude Code, Codex and opencode, from npm, without their clouds: a tool call, its result, the answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from npm import FOLDER, installed
 from rows import ANSWER, BASE, MODEL, QUESTION, case, main
 
-PACKAGES = ("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.171.0")
+PACKAGES = ("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.171.0", "opencode-ai@1.18.33")
 PROVIDER = f'{{name="door", base_url="{BASE}/v1", wire_api="responses"}}'
 CODEX = {
     "model": MODEL, "model_provider": "door", "model_providers.door": PROVIDER,
@@ -20,6 +20,13 @@ CODEX = {
 CLAUDE = {
     "ANTHROPIC_BASE_URL": BASE, "ANTHROPIC_API_KEY": "any", "ANTHROPIC_MODEL": MODEL,
     "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+}  # fmt: skip
+OPENCODE: dict[str, Any] = {
+    "model": f"door/{MODEL}", "small_model": f"door/{MODEL}", "permission": {"bash": "allow"},
+    "provider": {"door": {
+        "npm": "@ai-sdk/openai-compatible", "options": {"baseURL": f"{BASE}/v1", "apiKey": "any"},
+        "models": {MODEL: {"tool_call": True, "limit": {"context": 100_000, "output": 400}}},
+    }},
 }  # fmt: skip
 TIMEOUT_S = 120
 
@@ -51,7 +58,16 @@ def codex() -> None:
     assert items[-2].get("text") == ANSWER, said
 
 
-for agent in (claude_code, codex) if installed(*PACKAGES) else ():
+def opencode() -> None:
+    offline = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    settings = {"OPENCODE_CONFIG_CONTENT": json.dumps(OPENCODE), **offline}
+    said = run("opencode", "run", "--format", "json", QUESTION, **settings)
+    parts = [json.loads(line)["part"] for line in said.splitlines()]
+    assert [part["state"]["status"] for part in parts if part["type"] == "tool"] == ["completed"], said
+    assert [part["text"] for part in parts if part["type"] == "text"] == [ANSWER], said
+
+
+for agent in (claude_code, codex, opencode) if installed(*PACKAGES) else ():
     case(agent)
 
 

@@ -28,8 +28,9 @@ HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 MODEL = "owner/tiny"
 ARGUMENTS = '{"city": "Rome", "days": 3}'
-COMMANDS = {"Bash": '{"command": "true", "description": "t"}', "exec_command": '{"cmd": "true"}'}
-"""Calls of Claude Code's and Codex' tools."""
+_COMMAND = '{"command": "true", "description": "t"}'
+COMMANDS = {"Bash": _COMMAND, "bash": _COMMAND, "exec_command": '{"cmd": "true"}'}
+"""Calls of Claude Code's, opencode's and Codex' tools."""
 CLIENTS = sorted(path.stem.removeprefix("run_") for path in HERE.glob("run_*.py"))
 _TOOLS, _TOOLS_END = "[tools:", "<tool_call>\n]"
 
