@@ -281,7 +281,6 @@ REFUSED: list[tuple[object, str]] = [
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"by bitsandbytes \(int8\)"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"by bitsandbytes \(fp4\)"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"by modelopt \(NVFP4\)"),
-    ({"quant_method": "mxfp4"}, "by mxfp4"),
     ({"quant_method": "aqlm"}, "by aqlm"),
     ({"quant_method": "eetq", "weights": "int8"}, "by eetq"),
     ({"quant_method": "hqq", "quant_config": {}}, "by hqq"),
