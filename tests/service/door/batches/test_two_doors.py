@@ -18,9 +18,18 @@ from .calls import BODIES, CHAT, ENDED, answers, begin, lines_of, until
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
+def later() -> float:
+    return time.monotonic() + 60.0
+
+
 def expire_the_lease(runner: BatchRunner) -> None:
-    """Let a door's clock be later than the end of each lease that it knows."""
-    runner._lease._clock = lambda: time.monotonic() + 60.0
+    """Let a minute pass on the clock of a door that has seen the other's last lease."""
+
+    def seen() -> bool:
+        return runner._storage.read("lease").decode() == runner._lease._seen
+
+    wait_until(seen, "the door does not read the lease")
+    runner._lease._clock = later
 
 
 def kill(runner: BatchRunner, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +81,7 @@ def test_line_of_two_doors_is_in_the_output_once(
     assert not second._works
     expire_the_lease(second)
     wait_until(lambda: second._works, "the second door does not take over")
-    expire_the_lease(first)
+    first._lease._clock = later
     house.decode.pause_at = -1
     done = until(other, batch, *ENDED)
     assert (done.status, len(answers(other, done.output_file_id))) == ("completed", 2)
