@@ -89,7 +89,7 @@ def test_an_autoscaler_that_fails_starts_again(tmp_path: Path) -> None:
     assert running.stdout is not None
     started = "kuberay-autoscaler --cluster-name one --cluster-namespace two\n"
     said = [running.stdout.readline() for _ in range(3)]
-    assert said == [started, "the autoscaler ended with code 3, starts again in 5 s\n", started]
+    assert said == [started, "the autoscaler ended with code 3, starts again in 15 s\n", started]
     running.terminate()
     assert running.wait(60) == 0
     assert running.stdout.read() == "", "the autoscaler has ended, too"

@@ -137,6 +137,7 @@ def small(folder: Path, changes: Mapping[str, Mapping[str, Any]], *components: s
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
+        "namespace": NAMESPACE,
         "resources": [relative(overlay, folder)],
         "components": [relative(KUBERNETES / one, folder) for one in components],
         "patches": [
