@@ -6,7 +6,8 @@ from ..manifests import Object
 from .conftest import Deployed
 from .kube import is_ready
 
-QUICK = {"max_groups": 2, "backlog_s": 0.01}
+QUICK = {"max_groups": 2, "backlog_s": 0.01, "cpus_per_stage": 1.2}
+"""A pod has 2 CPUs for Ray, so a second group needs a second pod."""
 
 
 def test_upgrade_loses_no_request_and_load_adds_pods(deployed: Deployed) -> None:
