@@ -54,16 +54,22 @@ def step_tile(
 
 
 @triton.jit
-def of_sink(sink_ptr, l_i, m_i):
-    """Begin the online softmax with a head's attention sink, which has no value."""
-    return l_i + 1.0, tl.zeros_like(m_i) + tl.load(sink_ptr).to(tl.float32) * _LOG2E
+def start_softmax(sink_ptr, h, ROWS: tl.constexpr):
+    """Return l_i and m_i of ROWS rows before their first key. They count the head's attention sink, unless
+    sink_ptr is None."""
+    l_i = tl.zeros([ROWS], tl.float32)
+    m_i = tl.full([ROWS], NEGATIVE, tl.float32)
+    if sink_ptr is not None:
+        l_i = l_i + 1.0
+        m_i = tl.zeros_like(m_i) + tl.load(sink_ptr + h).to(tl.float32) * _LOG2E
+    return l_i, m_i
 
 
 _VARYING = "stride_ib stride_ih stride_in rows keys row0 critical packed_slots chunk_slots".split()
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def flash_kernel(  # noqa: PLR0915
+def flash_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, packed_ptr, index_ptr,
     count_ptr, sink_ptr, q_strides, k_strides, v_strides, out_strides, packed_strides, stride_ib, stride_ih,
     stride_in, heads, group, rows, keys, row0, step, critical, chunk, packed_slots, chunk_slots, scale,
@@ -86,10 +92,7 @@ def flash_kernel(  # noqa: PLR0915
     k_base = k_ptr + b * k_strides[0] + g * k_strides[1]
     v_base = v_ptr + b * v_strides[0] + g * v_strides[1]
     acc = tl.zeros([ROWS, D], tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    m_i = tl.full([ROWS], NEGATIVE, tl.float32)
-    if sink_ptr is not None:
-        l_i, m_i = of_sink(sink_ptr + h, l_i, m_i)
+    l_i, m_i = start_softmax(sink_ptr, h, ROWS)
     last = tl.minimum(row0 + step * (tile * ROWS + ROWS - 1), keys - 1)
     first = row0 + step * tile * ROWS
     lane = tl.arange(0, COLS)

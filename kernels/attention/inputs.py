@@ -100,8 +100,7 @@ def sdpa(
     scale: float,
     sink_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention on the CPU, with one key and value of zeros more if there are sinks. This key's mask
-    is the sink."""
+    """Compute attention on the CPU. Sinks are the mask of one more key, whose key and value are zeros."""
     if sink_H is None:
         return scaled_dot_product_attention(
             q_BHTD, k_BGSD, v_BGSD, attn_mask=mask_TS, scale=scale, enable_gqa=True

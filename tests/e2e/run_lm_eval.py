@@ -52,8 +52,8 @@ def paragraphs() -> list[str]:
 
 
 def samples() -> DatasetDict:
-    """Make the samples of all tasks. The last word is that of a sentence said before, so that some are
-    likeliest."""
+    """Make the samples of all tasks. `said` repeats an ending up to its last word, `word`, so that a
+    model can guess it."""
     texts = paragraphs()
     halves = [text[: len(text) // 2].rsplit(" ", 1)[0] for text in texts]
     ends = [text.removeprefix(half).strip() for text, half in zip(texts, halves, strict=True)]

@@ -19,8 +19,8 @@ from .wire import Wire
 HERE = Path(__file__).parent
 MARK = "scores: "
 NEAR = {"rel": 1e-4, "abs": 1e-3}
-"""How far sums of log-probabilities in float32 are apart at most, as of one prompt
-(`tests/workers/decode/test_prompt_logprobs.py`)."""
+"""The largest difference of float32 sums of log-probabilities. `tests/workers/decode/test_prompt_logprobs.py`
+allows the same for one prompt."""
 
 
 def flat(found: Any) -> list[float | bool]:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltafront.kernels.attention.flash import NEGATIVE, of_sink, step_tile, tile_constants
+from deltafront.kernels.attention.flash import start_softmax, step_tile, tile_constants
 from deltafront.kernels.attention.inputs import check_launch, new_output
 from deltafront.kernels.attention.packed.pack import pack
 from deltafront.kernels.attention.packed.runs import PackedRuns
@@ -91,10 +91,7 @@ def mixed_kernel(
     packed_k = packed_k_ptr + lane_head * packed_slots * D
     packed_v = packed_v_ptr + lane_head * packed_slots * D
     acc = tl.zeros([ROWS, D], tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    m_i = tl.full([ROWS], NEGATIVE, tl.float32)
-    if sink_ptr is not None:
-        l_i, m_i = of_sink(sink_ptr + h, l_i, m_i)
+    l_i, m_i = start_softmax(sink_ptr, h, ROWS)
     n = tile * ROWS // BLOCK
     blocks = tl.cdiv(rows, BLOCK)
     list_id = tl.program_id(1).to(tl.int64) * blocks + n

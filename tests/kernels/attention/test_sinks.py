@@ -27,8 +27,8 @@ TOKENS = 600
 
 
 def input_with_sinks(dtype: torch.dtype = torch.float32, device: str = "cpu") -> AttentionInput:
-    """The sinks take between almost nothing and almost everything. The first channel of v is 1, so that of an
-    output is the share that the sinks leave."""
+    """The sinks take between almost nothing and almost everything. The first channel of v is 1, so an
+    output's first channel is the share that its sink leaves."""
     x = with_runs(random_input(TOKENS, q_heads=4, kv_heads=2, dtype=dtype, device=device))
     x.v_BGSD[..., 0] = 1.0
     return replace(x, sink_H=torch.tensor([-5.0, 1.0, 5.0, 9.0], device=device, dtype=dtype))

@@ -131,15 +131,12 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
         for part in gguf_parts(weight_file(directory)):
             open_gguf(part)
         return
-    stacks = FAMILIES[config.architecture].stacks_experts
-    if not stacks:
-        _check_counts(directory, stored, config)
     stored = {
         own: stored[name] for own, name in own_names(stored, read_json(directory / "config.json")).items()
     }
-    if stacks:
+    if FAMILIES[config.architecture].stacks_experts:
         stored = _each_expert(stored, config)
-        _check_counts(directory, stored, config)
+    _check_counts(directory, stored, config)
     form, expected = quantised_form(directory), config.shapes()
     if form is not None:
         stored = _as_meant(stored, {HEAD: expected[EMBEDDING]} | expected, form)
@@ -151,7 +148,7 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
 
 
 def _each_expert(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
-    """Replace tensors with the matrices of all experts by each expert's own."""
+    """Replace each tensor that holds all experts of a layer by one entry for each expert."""
     experts = 0 if config.mixture is None else config.mixture.experts
     parts = expert_parts({name: one.shape for name, one in stored.items()}, experts)
     stacked = {part.stacked: stored[part.stacked] for part in parts.values()}

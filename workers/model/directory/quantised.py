@@ -98,7 +98,11 @@ class Quantised:
         return frozenset(name.removesuffix(end) + "." for name, end in ends.items() if end)
 
 
-_MXFP4 = Quantised(kind="MXFP4", bits=4, group=32)
+_WITHOUT_OPTIONS = {
+    "modelopt": Quantised(kind="FP8"),
+    "mxfp4": Quantised(kind="MXFP4", bits=4, group=32),
+}
+"""Forms by quant_method, of those whose tensors have one layout."""
 
 
 def _fp8(form: Quantised, outputs: int, inputs: int) -> tuple[Part, ...]:
@@ -231,7 +235,7 @@ def _form(given: Mapping[str, Any]) -> Quantised:
         case "fp8", _:
             return Quantised(kind="FP8", block=_block(given.get("weight_block_size")))
         case ("modelopt", "FP8") | ("mxfp4", _):
-            return _MXFP4 if method == "mxfp4" else Quantised(kind="FP8")
+            return _WITHOUT_OPTIONS[method]
         case "awq", "gemm":
             return Quantised(kind="AWQ", bits=_bits(given, method, 4), group=_group(given))
         case "gptq", "gptq" | "gptq_v2":

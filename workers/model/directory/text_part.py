@@ -102,8 +102,8 @@ class ExpertPart:
 
 
 def expert_parts(shapes: Mapping[str, Shape], experts: int) -> dict[str, ExpertPart]:
-    """Return the parts of stacked tensors by the expert's own name of each, such as
-    `model.layers.0.mlp.experts.3.up_proj.weight`.
+    """Map the name of each expert's own tensor, such as `model.layers.0.mlp.experts.3.up_proj.weight`, to its
+    part of a stacked tensor.
 
     Args:
         shapes: The shapes of a checkpoint's tensors, by our names. Tensors that are not of `experts` experts

@@ -1,4 +1,4 @@
-"""Mistral, Mixtral, MiniMax-M2, whose experts have Mixtral's names, and gpt-oss."""
+"""Mistral, and families with the keys of its experts: Mixtral, MiniMax-M2 and gpt-oss."""
 
 from deltafront.workers.model.families.family import Family, GgufNames
 

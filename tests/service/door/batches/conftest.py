@@ -41,7 +41,7 @@ def house(make_house: Callable[..., House], tmp_path: Path) -> House:
 
 @pytest.fixture
 def runners() -> list[BatchRunner]:
-    """Those of the doors that `open_door` has started."""
+    """The batches of the doors that `open_door` has started."""
     return []
 
 
