@@ -69,6 +69,7 @@ def beside_a_long_prompt() -> list[Caller]:
 def mixed() -> Mapping[str, list[Caller]]:
     """Plan the mixed loads by name."""
     return {
+        "1x32768": together(1, 32_768, 16),
         "1x131072": together(1, 131_072, 16),
         "10x32768": together(10, 32_768, 128),
         "64x2048": together(64, 2048, 128),
