@@ -212,9 +212,10 @@ class DecodeConfig(WorkerConfig):
     store_gib: Positive = 100.0
     """Maximum size of a worker's files in GiB. It evicts the least recently used."""
     max_batch: Count = 16
-    target_gap_ms: NonNegative = 0.0
+    target_gap_ms: NonNegative | None = None
     """While prompts are being prefilled for this worker, the fewest milliseconds from the start of one decode
-    step to the next, so that prefill on the same GPU has more of it. 0: no pause."""
+    step to the next, and at least twice the time of the last step, so that prefill on the same GPU has most
+    of it. 0: no pause. None: 30 with `handoff.transport: mapped`, else 0."""
     max_wait_s: NonNegative = 10.0
     """Maximum number of seconds that a request waits for free pages. A request that is expected to wait
     longer is refused at once."""

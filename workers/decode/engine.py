@@ -59,6 +59,8 @@ from deltafront.workers.tracing import NO_TRACER, Tracer
 from deltafront.workers.waits import said_when_slow
 
 _TICK_S = 0.1
+_SHARED_GAP_MS = 30.0
+"""`target_gap_ms` where a stage shares the worker's GPU."""
 _STARTING = "the decode worker is still starting"
 _CLOSING = "the decode worker is shutting down"
 
@@ -113,10 +115,10 @@ class DecodeEngine:
         self.kv = self._receiver.kv
         memory = make_host_memory(self._runner.cache, config, digest)
         self._tiers: Tiers | None = None
+        in_place = isinstance(own, MappedReader)
         if memory is not None:
             on_ranks = RanksMemory(memory, self._threads[1], ranks, self._runner.lose)
             room = pages_of(config.store_gib, self._runner.cache)
-            in_place = isinstance(own, MappedReader)
             self._tiers = Tiers(self._requests, on_ranks, room, clock, in_place=in_place)
         self._scheduler = DecodeScheduler(
             self._runner,
@@ -126,6 +128,7 @@ class DecodeEngine:
             model.eos_ids,
             clock,
             prompts_wait=lambda: self._requests.unended > self._scheduler.submitted,
+            target_gap_s=target_gap_s(config, in_place),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._unavailable = _STARTING
@@ -379,3 +382,12 @@ class DecodeEngine:
         why = self._unavailable or self.fault
         if why:
             raise DecodeFailed(why)
+
+
+def target_gap_s(config: DecodeConfig, shared: bool) -> float:
+    """Return the fewest seconds between decode steps while prompts wait. shared: a prefill stage uses the
+    worker's GPU."""
+    gap_ms = config.target_gap_ms
+    if gap_ms is None:
+        gap_ms = _SHARED_GAP_MS if shared else 0.0
+    return gap_ms / 1000

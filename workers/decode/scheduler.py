@@ -28,6 +28,8 @@ from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.turns import Turns
 
 T = TypeVar("T")
+_PACE = 2.0
+"""While prompts wait, a decode step and the pause after it take at least this many times the step's time."""
 _FAILED_TURNS = 3
 """The worker is replaced after this many consecutive failures of one kind of work."""
 
@@ -46,7 +48,8 @@ class DecodeScheduler:
     Args:
         before_first: Called once for each request, before its first token is delivered.
         prompts_wait: Returns True while the worker has requests that are not ready, such as those whose
-            prompt is being prefilled. Only then does `target_gap_ms` delay decode steps.
+            prompt is being prefilled. Only then does `target_gap_s` delay decode steps.
+        target_gap_s: `DecodeConfig.target_gap_ms` in seconds.
     """
 
     def __init__(
@@ -58,14 +61,16 @@ class DecodeScheduler:
         eos_ids: Sequence[int],
         clock: Callable[[], float],
         prompts_wait: Callable[[], bool] = lambda: False,
+        target_gap_s: float = 0.0,
     ) -> None:
         self._runner = runner
         self._thread = thread
         self._before_first = before_first
         self._clock = clock
         self._prompts_wait = prompts_wait
-        self._stepped = -math.inf
-        """The time at which the last decode step started."""
+        self._target_gap_s = target_gap_s
+        self._next_step = -math.inf
+        """The time from which the next decode step may start while prompts wait."""
         self._config = config
         self._eos_ids = frozenset(eos_ids)
         self._waiting: deque[DecodeRequest] = deque()
@@ -132,7 +137,7 @@ class DecodeScheduler:
 
     @property
     def _paced(self) -> bool:
-        return self._config.target_gap_ms > 0.0 and self._prompts_wait()
+        return self._target_gap_s > 0.0 and self._prompts_wait()
 
     def _pause_s(self) -> float:
         """Return the seconds to wait before the next decode step. A step that was launched ahead is not
@@ -140,7 +145,7 @@ class DecodeScheduler:
         """
         if not self._running or self._ahead or not self._paced:
             return 0.0
-        return self._stepped + self._config.target_gap_ms / 1000 - self._clock()
+        return self._next_step - self._clock()
 
     async def _woken_within(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -264,7 +269,7 @@ class DecodeScheduler:
         pass is then launched first, and the masks are computed while it runs.
         """
         launched, self._ahead = self._ahead, None
-        self._stepped = self._clock()
+        began = self._clock()
         requests = tuple(self._running) if launched is None else launched.requests
         rows = [request.row for request in requests]
         next_rows = (
@@ -284,6 +289,7 @@ class DecodeScheduler:
 
         pages_in_use = _use_pages(requests)
         outcome = await self._computed("a decode step", requests, work)
+        self._next_step = began + max(self._target_gap_s, _PACE * (self._clock() - began))
         if launched is not None:
             launched.pages_in_use.close()
         chosen, following = outcome or ((), None)

@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from deltafront.workers.decode.engine import target_gap_s
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.request import DecodeRequest
 from deltafront.workers.decode.runner import ReadPart, ReadResult
@@ -126,14 +128,16 @@ class Scene:
 
 
 class Paced:
-    """A request that answers with three tokens while `waiting` says that prompts are being prefilled."""
+    """A request that answers with three tokens while `waiting` says that prompts are being prefilled.
+    step_s: the time of each step."""
 
-    def __init__(self, gap_ms: float) -> None:
+    def __init__(self, gap_s: float, step_s: float = 0.0) -> None:
         scene = Scene(True, alone=True)
         self.launched: list[float] = []
         self.waiting = True
         clock = asyncio.get_running_loop().time
-        config = DecodeConfig(cache_tokens=512, page_selection="full", max_batch=2, target_gap_ms=gap_ms)
+        config = DecodeConfig(cache_tokens=512, page_selection="full", max_batch=2)
+        self.step_s = step_s
         self.scheduler = DecodeScheduler(
             self,  # type: ignore[arg-type]
             Inline(),
@@ -142,6 +146,7 @@ class Paced:
             (),
             clock,
             lambda: self.waiting,
+            gap_s,
         )
         self.request = scene.request("answers")
         self.scheduler.submit(self.request)
@@ -150,6 +155,7 @@ class Paced:
 
     def launch(self, rows: Sequence[Row], masks: Any = ()) -> Step:
         self.launched.append(self.clock())
+        time.sleep(self.step_s)
         return Step(len(rows))
 
     async def run(self) -> list[float]:
@@ -165,12 +171,26 @@ class Paced:
 
 
 async def test_steps_keep_the_target_gap_while_prompts_wait() -> None:
-    gaps = await Paced(20.0).run()
+    gaps = await Paced(0.02).run()
     assert len(gaps) == 1 and gaps[0] >= 0.019, "and none is launched ahead"
 
 
+@pytest.mark.parametrize(
+    ("given", "shared", "gap_s"), [(None, True, 0.03), (None, False, 0.0), (5, True, 0.005)]
+)
+def test_decode_keeps_a_gap_by_default_where_a_stage_shares_its_gpu(
+    given: float | None, shared: bool, gap_s: float
+) -> None:
+    assert target_gap_s(DecodeConfig(target_gap_ms=given), shared) == gap_s
+
+
+async def test_decode_takes_at_most_half_of_the_time_while_prompts_wait() -> None:
+    gaps = await Paced(0.001, step_s=0.02).run()
+    assert len(gaps) == 1 and gaps[0] >= 0.039
+
+
 async def test_pause_between_steps_ends_when_the_scheduler_stops() -> None:
-    paced = Paced(3_600_000.0)
+    paced = Paced(3_600.0)
     running = asyncio.create_task(paced.scheduler.run())
     async with asyncio.timeout(60):
         while not paced.launched:
@@ -180,9 +200,9 @@ async def test_pause_between_steps_ends_when_the_scheduler_stops() -> None:
     assert len(paced.launched) == 1
 
 
-@pytest.mark.parametrize(("gap_ms", "waiting"), [(0.0, True), (3_600_000.0, False)])
-async def test_steps_do_not_pause_without_a_gap_or_waiting_prompts(gap_ms: float, waiting: bool) -> None:
-    paced = Paced(gap_ms)
+@pytest.mark.parametrize(("gap_s", "waiting"), [(0.0, True), (3_600.0, False)])
+async def test_steps_do_not_pause_without_a_gap_or_waiting_prompts(gap_s: float, waiting: bool) -> None:
+    paced = Paced(gap_s)
     paced.waiting = waiting
     assert len(await paced.run()) == 1
 
