@@ -211,7 +211,7 @@ class DecodeConfig(WorkerConfig):
     outlive the worker, and several workers of one model may share them. None: nothing is saved."""
     store_gib: Positive = 100.0
     """Maximum size of a worker's files in GiB. It evicts the least recently used."""
-    max_batch: Count = 16
+    max_batch: Count = 64
     target_gap_ms: NonNegative | None = None
     """While prompts are being prefilled for this worker, the fewest milliseconds from the start of one decode
     step to the next, and at least twice the time of the last step, so that prefill on the same GPU has most
