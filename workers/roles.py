@@ -28,7 +28,7 @@ Deferred: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "deferred"]
 """A two-part command's result: a plain class returns a callable, a proxy an awaitable. `finished` takes
 both."""
 
-PrefillEvent = events.ChunkRead | events.PrefillDone | requests.Refused
+PrefillEvent = events.PrefillQueued | events.ChunkRead | events.PrefillDone | requests.Refused
 GenerateEvent = events.PromptLogprobs | events.FirstTokenTimings | events.Token | events.FinishEvent
 
 
@@ -74,7 +74,8 @@ class Leased(Protocol):
 
 class Group(Leased, Protocol):
     def prefill(self, job: requests.PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Prefill a prompt. Yields either ChunkRead for each chunk and then one PrefillDone, or one Refused.
+        """Prefill a prompt. Yields PrefillQueued if its time is predictable, ChunkRead for each chunk and one
+        PrefillDone; or one Refused.
 
         The stream ends when every stage has freed the request's pages.
 

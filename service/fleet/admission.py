@@ -58,11 +58,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Admitted:
-    """Candidate workers, the best first. ttft_s: predicted with the first group."""
+    """Candidate workers, the best first."""
 
     groups: tuple[str, ...]
     workers: tuple[str, ...]
-    ttft_s: float | None
 
 
 @dataclass(frozen=True)
@@ -95,22 +94,19 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
     if not in_time:
         return min((r for _, r in rejections if r is not None), key=lambda r: r.retry_after_s or math.inf)
     fitting.sort(key=lambda w: _worker_rank(need, in_time[0], w))
-    names = tuple(g.name for g in in_time)
-    return Admitted(names, tuple(w.name for w in fitting), predicted_ttft(need, in_time[0]))
+    return Admitted(tuple(g.name for g in in_time), tuple(w.name for w in fitting))
 
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:
     """Predict the seconds until the group has prefilled the prompts queued before this one, then this one;
     None without a recent measurement of the group's cost.
     """
-    alone = alone_s(need, group)
-    return None if alone is None else group.wait_s(need.new_tokens, need.tier, alone) + alone
+    return group.expected_s(need.method, need.found_tokens, need.prefill_tokens, need.tier)
 
 
 def alone_s(need: Need, group: GroupStats) -> float | None:
     """Predict the seconds of the prompt's own prefill; None without a recent cost."""
-    cost = group.cost(need.method) if group.recent else None
-    return None if cost is None else cost.seconds(need.found_tokens, need.prefill_tokens)
+    return group.alone_s(need.method, need.found_tokens, need.prefill_tokens)
 
 
 def _deadline_rejection(need: Need, group: GroupStats) -> Rejected | None:

@@ -23,6 +23,7 @@ from deltafront.workers.messages.events import (
     FirstTokenTimings,
     LayerDensity,
     PrefillDone,
+    PrefillQueued,
     PrefillReport,
     Prefix,
     PromptLogprobs,
@@ -48,6 +49,7 @@ from deltafront.workers.messages.requests import (
 from deltafront.workers.messages.service_tiers import ServiceTier
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats, GroupStats, OwnerUse
 from deltafront.workers.model.grammars import Grammars, GrammarState
+from deltafront.workers.roles import PrefillEvent
 
 PAGE = 16
 EOS = 257
@@ -161,11 +163,14 @@ class FakeGroup(Pausing):
         self._deliver = deliver
         self._open: dict[str, int] = {}
 
-    async def prefill(self, job: PrefillJob) -> AsyncIterator[ChunkRead | PrefillDone | Refused]:
+    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         self.jobs.append(job)
         if self.busy:
             yield self.busy.pop(0)
             return
+        expected_s = (await self.stats()).expected_s(job.method.name, job.start, job.tokens, job.service_tier)
+        if expected_s is not None:
+            yield PrefillQueued(expected_s=expected_s)
         self._open[job.request_id] = pages(job.tokens)
         started, before = time.monotonic(), len(self.cancelled)
         failing = self.fail_after.pop(0) if self.fail_after else None

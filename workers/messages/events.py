@@ -87,6 +87,17 @@ class PrefillReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefillQueued:
+    """A prefill group has queued a prompt.
+
+    Attributes:
+        expected_s: Predicted seconds until the prompt is prefilled.
+    """
+
+    expected_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChunkRead:
     """One chunk has been prefilled. `so_far` is the report up to the end of this chunk."""
 

@@ -103,6 +103,17 @@ class GroupStats(WorkerStats):
             return PrefillCost(token_s=1 / self.tokens_per_second)
         return learned
 
+    def alone_s(self, method: str, start: int, end: int) -> float | None:
+        """Predict the seconds to prefill tokens start .. end-1 of a prompt; None without a recent cost."""
+        cost = self.cost(method) if self.recent else None
+        return None if cost is None else cost.seconds(start, end)
+
+    def expected_s(self, method: str, start: int, end: int, tier: ServiceTier) -> float | None:
+        """Predict the seconds until a prompt that arrives now is prefilled, after those that precede it; None
+        without a recent cost."""
+        alone = self.alone_s(method, start, end)
+        return None if alone is None else self.wait_s(end - start, tier, alone) + alone
+
     def wait_s(self, tokens: int, tier: ServiceTier = ServiceTier.DEFAULT, alone_s: float = 0.0) -> float:
         """Predict the seconds that a prompt of this length waits until its prefill of `alone_s` seconds ends.
 

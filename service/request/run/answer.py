@@ -81,16 +81,11 @@ class Answer:
             return events.FinishReason.STOP
         return events.FinishReason.LENGTH if tokens_left <= 0 else None
 
-    def expect(self, ttft_s: float | None, held: int, tokens: int) -> None:
-        """Tell a client the expected time to its first token."""
-        if ttft_s is not None and not self.ids and not self._tokens_shown:
-            self._accepted.events.put_nowait(
-                events.Progress(tokens_done=held, tokens_total=tokens, expected_first_token_seconds=ttft_s)
-            )
-
     def progress(self, event: events.Progress) -> None:
-        """Emit prefill progress, unless a replay repeats tokens that were already reported."""
-        if event.tokens_done > self._tokens_shown and not self.ids:
+        """Emit the expected time to the first token before any progress, then prefill progress, unless a
+        replay repeats tokens that were already reported."""
+        first = event.expected_first_token_seconds > 0 and not self._tokens_shown
+        if (first or event.tokens_done > self._tokens_shown) and not self.ids:
             self._tokens_shown = event.tokens_done
             self._accepted.events.put_nowait(event)
 

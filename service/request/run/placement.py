@@ -29,14 +29,12 @@ class Placed:
     Attributes:
         groups: Prefill groups, in the order to ask them.
         worker: The decode worker that reserved the pages (`reserved`).
-        ttft_s: The predicted seconds to the first token; None: not known.
     """
 
     groups: Sequence[str]
     worker: DecodeWorker
     plan: Plan
     reserved: Reserved
-    ttft_s: float | None
 
 
 async def place(
@@ -72,11 +70,10 @@ async def place(
             resources, leases, admitted.workers, reservation_of(leases, plan)
         )
     need, group = _need(plan, None, method, tier), fleet.view.groups.get(groups[0])
-    ttft_s = None if group is None else admission.predicted_ttft(need, group)
     seconds = None if group is None else admission.alone_s(need, group)
     fleet.charge(Charge(groups[0], plan.new_tokens, worker.name, reserved.pages, seconds, tier))
     lap("admission")
-    return Placed(groups, worker, plan, reserved, ttft_s)
+    return Placed(groups, worker, plan, reserved)
 
 
 def _need(plan: Plan, deadline: float | None, method: str, tier: ServiceTier) -> admission.Need:

@@ -21,6 +21,7 @@ from deltafront.service.request.ttft_clock import REPLAY, prefill_parts
 from deltafront.workers.messages.events import (
     ChunkRead,
     PrefillDone,
+    PrefillQueued,
     PrefillReport,
     Progress,
     summed_by_layer,
@@ -139,7 +140,10 @@ class PromptPrefill:
         self.leases.add(group)
         try:
             async for event in group.prefill(self._job):
-                if isinstance(event, ChunkRead):
+                if isinstance(event, PrefillQueued):
+                    start, total, s = self._job.start, self.plan.prefill_tokens, event.expected_s
+                    progress(Progress(tokens_done=start, tokens_total=total, expected_first_token_seconds=s))
+                elif isinstance(event, ChunkRead):
                     if event.tokens_done < event.tokens_total:  # the last token is always computed
                         self._reports[event.tokens_done] = event.so_far, self._of_all_groups(event.so_far)
                     progress(Progress(tokens_done=event.tokens_done, tokens_total=event.tokens_total))

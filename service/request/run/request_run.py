@@ -140,7 +140,6 @@ class RequestRun:
             placed = await place(resources, leases, plan, self._reservation, hit, method, lap)
             plan = placed.plan
             self._answer.record_reserved(placed.reserved)
-            self._answer.expect(placed.ttft_s, plan.prefix_tokens, plan.prefill_tokens)
             worker = placed.worker
             prefill = PromptPrefill(resources, leases, placed.groups, worker, plan, self._call, self._replays)
             self._answer.record_prefill(await prefill.run(self._answer.progress))

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from itertools import pairwise
 
-from deltafront.service.fleet.admission import Need, predicted_ttft
+from deltafront.workers.messages.events import PrefillQueued
 from deltafront.workers.messages.stages import ChunkReport
 from deltafront.workers.messages.states import PrefillCost
 from deltafront.workers.prefill.group import schedule
@@ -94,9 +94,11 @@ class Group:
         """Later prompts: when each arrives, and its tokens."""
 
     def arrive(self, tokens: int, at: float) -> None:
-        stats, name = self.requests.stats("g", at), f"r{len(self.predicted)}"
-        self.predicted[name] = at, predicted_ttft(Need(tokens, method="dense"), stats)
-        assert isinstance(self.requests.admit(job(name, tokens), at), Request)
+        name = f"r{len(self.predicted)}"
+        request = self.requests.admit(job(name, tokens), at)
+        assert isinstance(request, Request)
+        told = None if request.events.empty() else request.events.get_nowait()
+        self.predicted[name] = at, told.expected_s if isinstance(told, PrefillQueued) else None
 
     def run_chunk(self) -> bool:
         """Run the next chunk. Returns whether there was one."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from deltafront.workers.kv.pages.pool import PagePool, pages_for
-from deltafront.workers.messages.events import PrefillDone
+from deltafront.workers.messages.events import PrefillDone, PrefillQueued
 from deltafront.workers.messages.requests import (
     PrefillCancelled,
     PrefillFailed,
@@ -168,7 +168,11 @@ class PrefillRequests:
         refused = self._refusal(job) or self.queue_refusal(job.tokens, job.service_tier, now)
         if refused is not None:
             return refused
+        method, tier = job.method.name, job.service_tier
+        expected_s = self.stats("", now).expected_s(method, job.start, job.tokens, tier)
         request = Request(job, self._stages, now, next(self._serials))
+        if expected_s is not None:
+            request.events.put_nowait(PrefillQueued(expected_s=expected_s))
         self._requests[job.request_id] = request
         return request
 
