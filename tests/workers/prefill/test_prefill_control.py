@@ -106,7 +106,7 @@ async def test_request_gains_priority_only_while_none_of_its_chunks_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both prompts have the same length. The overtaken one has earned its turn."""
-    monkeypatch.setattr(schedule, "AGEING", 1e6)
+    monkeypatch.setattr(schedule, "ageing_of", lambda _rate: 1e6)
     config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=4096)
     fake = FakeStage(0, lambda: 0.002, no_trouble)
     controller = controller_of([fake], config)

@@ -158,7 +158,7 @@ def simulate(
 
     Every chunk takes chunk_seconds / stages on each stage.
     """
-    step = chunk_seconds / stages
+    step, ageing = chunk_seconds / stages, schedule.ageing_of(CHUNK / chunk_seconds)
     todo = sorted(arrivals, key=lambda a: a.at)
     waiting: dict[str, Waiting] = {}
     pipeline: list[tuple[str, int]] = []  # (request, stages passed), oldest first
@@ -171,10 +171,10 @@ def simulate(
         free_entry = all(passed > 0 for _, passed in pipeline)
         ready = [w for w in waiting.values() if w.remaining > 0]
         if ready and free_entry and len(pipeline) < stages:
-            name = schedule.next_request(ready, now, AGEING, 0)
+            name = schedule.next_request(ready, now, ageing, 0)
             assert name is not None
             tokens = min(CHUNK, waiting[name].remaining)
-            waiting[name] = schedule.chunk_sent(waiting[name], tokens, now, AGEING)
+            waiting[name] = schedule.chunk_sent(waiting[name], tokens, now, ageing)
             pipeline.append((name, 0))
         now += step
         pipeline = [(name, passed + 1) for name, passed in pipeline]
@@ -206,9 +206,11 @@ def test_long_prompt_is_not_starved_by_a_stream_of_short_ones() -> None:
     seconds = 0.25
     crowd = [Arrival(f"s{i:05d}", 256, i * seconds) for i in range(4000)]
     finished = simulate([Arrival("document", 8192, 0.0), *crowd], 1, seconds, until=1000.0)
-    earned = 8192 / AGEING
+    ageing = schedule.ageing_of(CHUNK / seconds)
+    assert ageing == AGEING / 2
+    earned = 8192 / ageing
     chunks = 8192 / CHUNK
-    assert finished["document"] <= earned + chunks * (2 * CHUNK / AGEING) + 10.0
+    assert finished["document"] <= earned + chunks * (2 * CHUNK / ageing) + 10.0
     waits = [finished[a.name] - a.at for a in crowd if a.at < finished["document"] and a.name in finished]
     assert max(waits) <= (chunks + 3) * seconds, "it takes its share a chunk at a time"
 
@@ -219,3 +221,18 @@ def test_every_prompt_ends_and_shortest_ends_first_without_ageing() -> None:
     finished = simulate(arrivals, 2, 0.001)
     order = sorted(finished, key=lambda name: finished[name])
     assert order == [a.name for a in sorted(arrivals, key=lambda a: (a.tokens, a.name))]
+
+
+@pytest.mark.parametrize("chunk_seconds", [0.01, 0.4, 3.0])
+def test_equal_prompts_end_one_after_the_other(chunk_seconds: float) -> None:
+    """If they took turns, as they did in slow groups, all would end late."""
+    chunks, prompts = 2, 8
+    arrivals = [Arrival(f"p{n}", chunks * CHUNK, 0.0) for n in range(prompts)]
+    finished = simulate(arrivals, 1, chunk_seconds)
+    alone = chunks * chunk_seconds
+    assert finished == pytest.approx({f"p{n}": (n + 1) * alone for n in range(prompts)})
+
+
+def test_waiting_requests_earn_a_share_of_a_slow_groups_rate() -> None:
+    assert schedule.ageing_of(0.0) == schedule.ageing_of(1e6) == AGEING
+    assert schedule.ageing_of(160.0) == 10.0

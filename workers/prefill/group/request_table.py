@@ -185,7 +185,7 @@ class PrefillRequests:
         """Choose the request whose chunk is sent next, and allocate its pages if it has none."""
         unsent = [request.waiting for request in self if request.unsent]
         order = self._turns.order(waiting.tier for waiting in unsent)
-        chosen = schedule.next_of_tiers(unsent, order, now, schedule.AGEING, self._pool.free)
+        chosen = schedule.next_of_tiers(unsent, order, now, self._ageing, self._pool.free)
         if chosen is None:
             return None
         request = self._requests[chosen]
@@ -195,10 +195,14 @@ class PrefillRequests:
             request.pages = self._pool.allocate(request.waiting.pages)
         return request
 
+    @property
+    def _ageing(self) -> float:
+        return schedule.ageing_of(self._throughput.tokens_per_second)
+
     def chunk_sent(self, request: Request, tokens: int, now: float) -> None:
         waiting = {other.waiting.tier for other in self if other.unsent}
         self._turns.give(request.waiting.tier, tokens, waiting)
-        request.waiting = schedule.chunk_sent(request.waiting, tokens, now, schedule.AGEING)
+        request.waiting = schedule.chunk_sent(request.waiting, tokens, now, self._ageing)
 
     def _refusal(self, job: PrefillJob) -> Refused | None:
         needed, pool = pages_for(job.tokens), self._pool

@@ -1,10 +1,10 @@
 """Chooses the request whose chunk a prefill group runs next: shortest remaining first, with ageing. Pure.
 
 A prompt of 256 tokens overtakes a prompt of 512K tokens between two chunks. While none of its chunks runs, a
-request earns `ageing` tokens of credit a second, and credit counts as if the prompt were that much shorter. A
-chunk of t tokens costs 2t of credit. Since `remaining` falls by t as well, the rank worsens by t, and the
-request earns that back in t / ageing seconds. A long prompt that others overtake thus advances at about
-`ageing` tokens a second.
+request earns `ageing` tokens of credit a second (`ageing_of`), and credit counts as if the prompt were that
+much shorter. A chunk of t tokens costs 2t of credit. Since `remaining` falls by t as well, the rank worsens
+by t, and the request earns that back in t / ageing seconds. A long prompt that others overtake thus advances
+at about `ageing` tokens a second.
 
 A prompt that needs more pages than are free blocks later prompts, except those that already have pages.
 """
@@ -15,7 +15,10 @@ from dataclasses import dataclass, replace
 from deltafront.workers.messages.service_tiers import ServiceTier
 
 AGEING = 256.0
-"""Tokens of credit that a waiting request earns each second."""
+"""Tokens of credit that a waiting request earns each second, at most."""
+_AGEING_SHARE = 1 / 16
+"""The same as a share of the tokens that the group prefills each second. With more, a slow group would let
+equal prompts take turns, and all would end late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,11 @@ class Waiting:
     pages: int = 0
     opened: bool = False
     tier: ServiceTier = ServiceTier.DEFAULT
+
+
+def ageing_of(rate: float) -> float:
+    """Return the credit per second of a group that prefills `rate` tokens a second; 0: not known."""
+    return min(AGEING, _AGEING_SHARE * rate) if rate > 0 else AGEING
 
 
 def arrival(
