@@ -21,7 +21,7 @@ from deltafront.tests.workers.in_process import InProcessReader
 from deltafront.tests.workers.in_ranks import part
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.decode.worker import DecodeReplica
-from deltafront.workers.messages.events import PrefillDone, Token
+from deltafront.workers.messages.events import ChunkRead, PrefillDone, Token
 from deltafront.workers.messages.requests import GenerateJob, PrefillJob, Reservation, Sampling
 from deltafront.workers.messages.states import DECODE_PREFIX, NAMESPACE
 from deltafront.workers.prefill.group.group import PrefillGroup
@@ -64,7 +64,7 @@ class Pair:
         )
         async for reference in self.group.head.prefill.remote(asked):
             seen.append(await reference)
-            if len(seen) >= chunks:
+            if sum(isinstance(event, ChunkRead) for event in seen) >= chunks:
                 break
         return seen
 
