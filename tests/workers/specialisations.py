@@ -14,7 +14,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -174,10 +174,11 @@ def decode_after_warm_up(directory: str, case: Case, seen: set[tuple[str, str]])
         start = min(length, ROOM - config.append_chunk_tokens - 1)
         tokens = randomly.randint(1, config.append_chunk_tokens)
         held = tuple(range(pages_for(start + tokens + 1)))
-        result = runner.append(
-            held, Read(start, [0] * tokens, select_blocks=16, select_among=start), last=True
-        )
-        runner.recompute(held, result.blocks, [0] * BLOCK * len(result.blocks))
+        question = Read(start, [0] * tokens)
+        look = replace(question, select_blocks=16, select_among=start)
+        result = runner.append(held, look, last=True)
+        if result.blocks:
+            runner.recompute(held, result.blocks, [0] * BLOCK * len(result.blocks), question, last=True)
         sampling = [Sampling(temperature=float(randomly.randint(0, 1))) for _ in range(number % 6 + 1)]
         rows = [
             Row(100 * number + place, held, start + tokens, 0, one, bool(randomly.randint(0, 1)))

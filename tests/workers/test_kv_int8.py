@@ -209,10 +209,10 @@ def test_ranks_with_int8_kv_equal_one_rank(tmp_path: Path, ranks: int, heads: in
                 mine.copy_(whole[:, :, :, cache.heads])
         for runner in (alone, lead):
             steps = [runner.decode([row])[0] for row in rows]
-            look = Read(700, ids[700:], select_blocks=2, select_among=700)
-            read = runner.append(pages, look, last=True)
+            question = Read(700, ids[700:])
+            read = runner.append(pages, replace(question, select_blocks=2, select_among=700), last=True)
             again = [token for b in read.blocks for token in ids[b * BLOCK : (b + 1) * BLOCK]]
-            runner.recompute(pages, read.blocks, again)
+            runner.recompute(pages, read.blocks, again, question, last=True)
             results.append((steps, read))
     (steps, read), (our_steps, our_read) = results
     assert [one.token for one in our_steps] == [one.token for one in steps]

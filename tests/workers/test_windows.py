@@ -222,13 +222,15 @@ def test_recomputed_blocks_attend_within_their_windows(model: Path, blocks: list
     ids = ids_of(TOKENS, 3)
     runner = runner_of(load_model(spec_of(model), device), delta_layers=())
     pages = tuple(range(50))
-    runner.append(pages, Read(0, ids), last=False)
+    logits_V = runner.append(pages, Read(0, ids), last=True).logits_V
     sides = [side.clone() for side in runner.cache.sides]
-    places = [page for block in blocks for page in range(block * 8, block * 8 + 8)]
+    places = [page for block in blocks for page in range(block * 8, block * 8 + 8)] + [*range(40, 44)]
     for side in runner.cache.sides:
         side[:, places] = float("nan")  # their old KV must not be read
     chosen = [token for block in blocks for token in ids[block * BLOCK : (block + 1) * BLOCK]]
-    runner.recompute(pages, blocks, chosen)
+    question = Read(640, ids[640:])
+    got_V = runner.recompute(pages, blocks, chosen, question, last=True).logits_V
+    assert_rows_close(got_V[None].cpu(), logits_V[None].cpu())
     for side, exact in zip(runner.cache.sides, sides, strict=True):
         assert_rows_close(side[:, :43].cpu(), exact[:, :43].cpu())
 

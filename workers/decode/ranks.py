@@ -129,9 +129,11 @@ class LeadRunner(DecodeRunner):
         with self._on_all("forget_read", key):
             super().forget_read(key)
 
-    def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:
-        with self._on_all("recompute", pages, blocks, ids):
-            return super().recompute(pages, blocks, ids)
+    def recompute(
+        self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int], question: Read, last: bool
+    ) -> ReadResult:
+        with self._on_all("recompute", pages, blocks, ids, question, last):
+            return super().recompute(pages, blocks, ids, question, last)
 
     def launch(self, rows: Sequence[Row], masks: Sequence[Mask | None] = ()) -> LaunchedStep:
         with self._on_all("launch", self._unsent(rows), masks):

@@ -45,7 +45,14 @@ class Read:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recomputes the blocks that the previous `Read` selected, with dense attention."""
+    """Recomputes the blocks that the previous `Read` selected, with dense attention, and prefills `question`
+    again in the same pass."""
+
+    question: Read
+
+    @property
+    def end(self) -> int:
+        return self.question.end
 
 
 Step = Read | Recompute
@@ -83,7 +90,7 @@ def plan_reads(
     looking = replace(
         end, select_blocks=blocks, select_among=min(kv_tokens, end.start)
     )  # the decode worker prefilled later tokens densely
-    return [*first, looking, Recompute(), end, *answer]
+    return [*first, looking, Recompute(end), *answer]
 
 
 def scored(steps: Iterable[Step], prompt: Sequence[int], top: int, since: int = 0) -> Iterator[Step]:

@@ -32,7 +32,7 @@ from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.kv.pages.request_pages import PageCopy
 from deltafront.workers.messages.events import Token
 from deltafront.workers.messages.requests import Sampling
-from deltafront.workers.model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
+from deltafront.workers.model.decoder.recompute import BlockAttention, BlockQueries, rows_of_blocks
 from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
 from deltafront.workers.model.grammars import Mask
 from deltafront.workers.settings import KVDtype
@@ -251,27 +251,52 @@ class DecodeRunner:
         return _Begun(self.stack.embed(ids_T), table_N, rows_T, select_blocks)
 
     @torch.inference_mode()
-    def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:
-        """Recompute the KV of whole blocks (ascending) with dense attention. `ids` are the blocks' tokens."""
-        if not blocks:
-            return ReadResult()
-        cache, device, per_block = self.cache, self.stack.device, BLOCK // PAGE_TOKENS
-        table_N = torch.tensor(pages, dtype=torch.int64, device=device)
+    def recompute(
+        self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int], question: Read, last: bool
+    ) -> ReadResult:
+        """Recompute the KV of whole blocks with dense attention, and prefill the question in the same pass.
+
+        Args:
+            blocks: At least one block before the question, ascending. `ids` are their tokens.
+            last: True if the logits after the question are wanted.
+        """
+        cache, device, own = self.cache, self.stack.device, -(-question.end // BLOCK)
+        begun, recomputed = self._begin(pages, question), len(ids)
         ids_P = torch.tensor(ids, dtype=torch.int64, device=device)
         positions_P = rows_of_blocks(blocks, device)
-        rows_P = table_N[positions_P // PAGE_TOKENS] * PAGE_TOKENS + positions_P % PAGE_TOKENS
-        before_N = table_N[: blocks[-1] * per_block]
-        context_N = torch.cat([before_N, *(table_N[b * per_block : (b + 1) * per_block] for b in blocks)])
+        positions_T = torch.arange(question.start, question.end, device=device)
+        rows_P = begun.table_N[positions_P // PAGE_TOKENS] * PAGE_TOKENS + positions_P % PAGE_TOKENS
+        rows = torch.cat([rows_P, begun.rows_T])
+        context_N = self._with_blocks(begun.table_N, blocks, own)
+        queries = BlockQueries(self.stack, blocks, own)
 
         def kv_rows(layer: int) -> KVRows:
-            return cache.kv_rows(layer, rows_P)
+            return cache.kv_rows(layer, rows)
 
-        def context(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return cache.gather(layer, context_N, len(context_N) * PAGE_TOKENS)
+        def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+            k_GSD, v_GSD = cache.gather(layer, context_N, len(context_N) * PAGE_TOKENS)
+            blocks_PHD = queries.attend(layer, q_THD[:recomputed], k_GSD, v_GSD)
+            window = self.stack.config.windows.get(layer)
+            first = max(0, question.start + 1 - window) if window else 0
+            seen = (x_GSD[:, first : question.end] for x_GSD in (k_GSD, v_GSD))
+            asked_THD = self._attend_densely(layer, q_THD[recomputed:], *seen, question.start - first)
+            return torch.cat([blocks_PHD, asked_THD])
 
-        recompute(self.stack, ids_P, blocks, kv_rows, context)
+        hidden_TC = torch.cat([self.stack.embed(ids_P), begun.hidden_TC])
+        calls = AttentionCalls(kv_rows, attend)
+        hidden_TC = self.stack.run(hidden_TC, torch.cat([positions_P, positions_T]), calls)
+        logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
         self._wait()
-        return ReadResult(blocks=blocks)
+        return ReadResult(logits_V, blocks)
+
+    def _with_blocks(self, table_N: torch.Tensor, blocks: Sequence[int], own: int) -> torch.Tensor:
+        """Return the pages of `own` blocks from the start, then those of `blocks` again. Pages that the table
+        lacks at the end of the `own` blocks are not attended to."""
+        per_block = BLOCK // PAGE_TOKENS
+        pages_N = table_N[: own * per_block]
+        lacking = own * per_block - len(pages_N)
+        again = (table_N[block * per_block : (block + 1) * per_block] for block in blocks)
+        return torch.cat([pages_N, table_N[:1].expand(lacking), *again])
 
     def _wait(self) -> None:
         if self.stack.device.type == "cuda":
@@ -380,10 +405,11 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     longest = tokens - ragged - 2  # two steps follow
     for length in sorted({min(100, longest), longest}):
         pages = (runner.scratch_page,) * pages_for(length + ragged + 2)
-        result = runner.append(
-            pages, Read(length, [0] * ragged, select_blocks=_AGAIN, select_among=length), last=True
-        )
-        runner.recompute(pages, result.blocks, [0] * BLOCK * len(result.blocks))
+        question = Read(length, [0] * ragged)
+        look = replace(question, select_blocks=_AGAIN, select_among=length)
+        result = runner.append(pages, look, last=True)
+        if result.blocks:
+            runner.recompute(pages, result.blocks, [0] * BLOCK * len(result.blocks), question, last=True)
         logits_V = result.logits_V
         for batch in batches:
             rows = []

@@ -230,12 +230,11 @@ class DecodeScheduler:
         request.reads.popleft()
         if isinstance(step, Recompute):
             request.times.recomputed_tokens += BLOCK * len(request.blocks)
-            return
+        elif step.select_blocks:
+            request.blocks, request.times.blocks_selected = outcome.blocks, self._clock()
         request.length = max(request.length, step.end)
         if outcome.logprobs:
             request.events.put_nowait(PromptLogprobs(tokens=outcome.logprobs))
-        if step.select_blocks:
-            request.blocks, request.times.blocks_selected = outcome.blocks, self._clock()
         if last:
             self._appending.remove(request)
             request.logits = outcome.logits_V
@@ -254,8 +253,10 @@ class DecodeScheduler:
     ) -> Callable[[], ReadResult]:
         pages, part = request.pages.table, None
         if isinstance(step, Recompute):  # a Read came before, so the KV of all layers is there
-            ids, blocks = request.ids_of_blocks(), request.blocks
-            return lambda: self._runner.recompute(pages, blocks, ids)
+            question, ids, blocks = step.question, request.ids_of_blocks(), request.blocks
+            if not blocks:
+                return lambda: self._runner.append(pages, question, last)
+            return lambda: self._runner.recompute(pages, blocks, ids, question, last)
         if len(layers) < request.layers:
             part = ReadPart(request.serial, layers)
             self._begun.add(request)

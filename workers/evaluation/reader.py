@@ -23,8 +23,8 @@ from deltafront.workers.decode.reads import tail_start
 from deltafront.workers.evaluation.setting import parse_method
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
-from deltafront.workers.model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
-from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.decoder.recompute import BlockAttention, BlockQueries, rows_of_blocks
+from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
 from deltafront.workers.prefill.stage.phases import phase_timer
 from deltafront.workers.settings import KVDtype
 
@@ -224,23 +224,25 @@ class Reader:
                 x_LBGSD[:, :, :, rows_P] = x_LBGPD
 
     def _recompute(self, blocks: Sequence[int], rows_P: torch.Tensor) -> None:
-        """Compute the blocks' KV, layer by layer. New rows go to a separate buffer first, because `recompute`
-        writes token by token and the document's KV cache is stored head by head."""
+        """Compute the blocks' KV, layer by layer. New rows go to a separate buffer first, because layers
+        write token by token and the document's KV cache is stored head by head."""
         config, stack = self.stack.config, self.stack
         shape = (len(rows_P), config.kv_heads, config.head_dim)
         k_PGD, v_PGD = (torch.empty(shape, dtype=stack.dtype, device=stack.device) for _ in "kv")
         fresh = KVRows(k_PGD, v_PGD, torch.arange(len(rows_P), device=stack.device))
+        queries = BlockQueries(stack, blocks, own=blocks[-1])
 
         def placed(x_GSD: torch.Tensor, x_PGD: torch.Tensor) -> torch.Tensor:
             x_GPD = self.kept(x_PGD.transpose(0, 1))
             x_GSD.index_copy_(1, rows_P, x_GPD)
             return torch.cat([x_GSD[:, : blocks[-1] * BLOCK], x_GPD], dim=1)
 
-        def seen(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def attend(layer: int, q_PHD: torch.Tensor) -> torch.Tensor:
             k_GSD, v_GSD = self._k_LBGSD[layer, 0], self._v_LBGSD[layer, 0]
-            return placed(k_GSD, k_PGD), placed(v_GSD, v_PGD)
+            return queries.attend(layer, q_PHD, placed(k_GSD, k_PGD), placed(v_GSD, v_PGD))
 
-        recompute(stack, self._ids_T[rows_P], blocks, lambda _layer: fresh, seen)
+        calls = AttentionCalls(lambda _layer: fresh, attend)
+        stack.run(stack.embed(self._ids_T[rows_P]), rows_P, calls)
 
     def _forward(
         self, ids: Sequence[int], attend: Callable[[int, torch.Tensor], torch.Tensor]

@@ -89,10 +89,11 @@ def test_ranks_prefill_and_recompute_as_one_rank(tmp_path: Path, ranks: int) -> 
         lead = LeadRunner(stacks[0], plan_layers(CONFIG, 5), others, **runner_sizes(CONFIG, stacks[0].config))
         for runner in (alone, lead):
             runner.append(pages, Read(0, ids[:700]), last=False)
-            look = Read(700, ids[700:], select_blocks=2, select_among=700)
+            question = Read(700, ids[700:])
+            look = replace(question, select_blocks=2, select_among=700)
             blocks = runner.append(pages, look, last=False).blocks
-            runner.recompute(pages, blocks, [token for b in blocks for token in ids[b * 128 : (b + 1) * 128]])
-            results.append((blocks, runner.append(pages, Read(700, ids[700:]), last=True).logits_V))
+            again = [token for b in blocks for token in ids[b * 128 : (b + 1) * 128]]
+            results.append((blocks, runner.recompute(pages, blocks, again, question, last=True).logits_V))
     (blocks, logits_V), (our_blocks, our_logits_V) = results
     assert our_blocks == blocks and len(blocks) == 2
     assert logits_V is not None and our_logits_V is not None and logits_V.shape == (199,)
@@ -126,7 +127,7 @@ def test_no_call_is_made_after_a_failure_on_rank_0(tmp_path: Path, failing: int)
     calls: list[Callable[[], Any]] = [
         lambda: lead.launch([row]),
         lambda: lead.append((0, 1), Read(0, [1, 2, 3]), last=True),
-        lambda: lead.recompute(tuple(range(16)), (0,), [1] * 128),
+        lambda: lead.recompute(tuple(range(16)), (0,), [1] * 128, Read(128, [1]), last=True),
         lambda: lead.first_tokens([torch.zeros(199)], [row], [(0, 1)]),
     ]
     with pytest.raises(RuntimeError, match=r"^rank 0 has not joined"):

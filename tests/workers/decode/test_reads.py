@@ -28,20 +28,22 @@ def test_prefill_plan_repeats_only_the_questions_last_tokens(there: int, blocks:
         assert all(list(read.ids) == list(every[read.start : read.end]) for read in reads)
         tail = TAIL_TOKENS + BLOCK - 1
         assert all(0 < len(read.ids) <= (48 if asked or read.start >= there else tail) for read in reads)
-        if not blocks or there < 2 * BLOCK:  # only block 0 is complete, and it is never recomputed
+        again = next((step for step in steps if isinstance(step, Recompute)), None)
+        assert (again is None) == (not blocks or there < 2 * BLOCK)
+        if again is None:  # only block 0 is complete, and it is never recomputed
             assert places(reads) == list(range(there, len(every)))
             assert len(reads) == len(steps)
             continue
-        again = steps.index(Recompute())
-        looking, once_more = steps[again - 1], steps[again + 1]
-        assert isinstance(looking, Read) and isinstance(once_more, Read)
-        assert looking.select_blocks == blocks and once_more == Read(looking.start, looking.ids)
+        place = steps.index(again)
+        looking, question = steps[place - 1], again.question
+        assert isinstance(looking, Read)
+        assert looking.select_blocks == blocks and question == Read(looking.start, looking.ids)
         assert looking.select_among == (there if asked else tail_start(there))
         assert [read.select_blocks for read in reads if read is not looking] == [0] * (len(reads) - 1)
         assert looking.end == there + asked, "the answer is no part of the question"
         assert not asked or len(looking.ids) == min(asked, 48), "as much of it as one read may have"
         first = there if asked else tail_start(there)
-        assert places([*reads[:again], *reads[again + 1 :]]) == list(range(first, len(every)))
+        assert places(reads) == list(range(first, len(every)))
 
 
 def places(reads: Sequence[Read]) -> list[int]:
@@ -65,10 +67,11 @@ def test_recomputes_nothing_without_the_prompts_token_ids() -> None:
 def test_session_tokens_are_prefilled_once_before_recomputation(keep: int, answered: int) -> None:
     every = ids(600 + answered)
     steps = plan_reads(500, every[:500], every[500:], answered=answered, chunk=48, blocks=3, keep_tokens=keep)
-    again = steps.index(Recompute())
-    first, second = (
-        [step for step in part if isinstance(step, Read)] for part in (steps[:again], steps[again:])
+    place, again = next((n, step) for n, step in enumerate(steps) if isinstance(step, Recompute))
+    first, after = (
+        [step for step in part if isinstance(step, Read)] for part in (steps[:place], steps[place:])
     )
+    second = [again.question, *after]
     assert places(first) == list(range(500, 600))
     assert min(places(second)) == max(600 - 48, keep) == first[-1].start
     assert places(second) == list(range(first[-1].start, 600 + answered))

@@ -1,5 +1,5 @@
-"""Recomputes the KV of some blocks of a sparsely prefilled document densely: those that a question attends
-to.
+"""Finds the blocks of a sparsely prefilled document that a question attends to, and attends densely from
+them, so that their KV can be recomputed.
 
 Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4), and replacing KV by that of dense
 prefill (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
@@ -7,7 +7,8 @@ prefill (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
 Shape suffixes also: M blocks of BLOCK keys, P rows of B recomputed blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import count
 
 import torch
 
@@ -17,9 +18,8 @@ from deltafront.kernels.attention.inputs import window_begin
 from deltafront.kernels.block_mass import attention_by_block
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
-from deltafront.kernels.layers.rope import KVRows
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
-from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
+from deltafront.workers.model.decoder.stack import LayerStack
 
 QUESTION_ROWS = 64
 
@@ -66,36 +66,31 @@ def rows_of_blocks(blocks: Sequence[int], device: torch.device | str) -> torch.T
     return (first_B1 + torch.arange(BLOCK, device=device)).flatten()
 
 
-def recompute(
-    stack: LayerStack,
-    ids_P: torch.Tensor,
-    blocks: Sequence[int],
-    kv_rows: Callable[[int], KVRows],
-    context: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
-) -> None:
-    """Compute the blocks' K and V in all layers, with dense attention to all earlier tokens.
+class BlockQueries:
+    """Dense attention of blocks' queries to all earlier tokens and to their own.
+
+    Keys and values are those of the sequence from its start, then the blocks' own new ones from block number
+    `own` on, which is at least the last block's.
 
     Args:
-        ids_P: The blocks' token ids.
         blocks: Complete blocks, ascending.
-        kv_rows: Returns where to write a layer's new K and V.
-        context: Returns k_GSD and v_GSD of all tokens before the last block, followed by the blocks' new K
-            and V, which are then already written.
     """
-    config, device = stack.config, stack.device
-    mask, dense = _tiles_before(blocks, config.q_heads, device), BlockSparseBackend()
-    start = blocks[-1] * BLOCK
 
-    def attend(layer: int, q_PHD: torch.Tensor) -> torch.Tensor:
-        k_GSD, v_GSD = context(layer)
-        if layer in config.window_layers:
-            return _attend_to_windows(q_PHD, k_GSD, v_GSD, blocks, config.windows[layer], stack.sinks(layer))
-        q_BHTD = q_PHD.transpose(0, 1)[None].to(k_GSD.dtype)
-        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start, sink_H=stack.sinks(layer))
-        out_BHTD = dense.attend(x, mask, None, no_phase)
+    def __init__(self, stack: LayerStack, blocks: Sequence[int], own: int) -> None:
+        self._stack, self._blocks, self._own = stack, blocks, own
+        self._mask = _tiles_before(blocks, own, stack.config.q_heads, stack.device)
+        self._backend = BlockSparseBackend()
+
+    def attend(
+        self, layer: int, q_PHD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor
+    ) -> torch.Tensor:
+        windows, sink_H = self._stack.config.windows, self._stack.sinks(layer)
+        if layer in windows:
+            return _attend_to_windows(q_PHD, k_GSD, v_GSD, self._blocks, self._own, windows[layer], sink_H)
+        q_BHTD, start = q_PHD.transpose(0, 1)[None].to(k_GSD.dtype), self._own * BLOCK
+        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start, sink_H=sink_H)
+        out_BHTD = self._backend.attend(x, self._mask, None, no_phase)
         return out_BHTD[0].transpose(0, 1).to(q_PHD.dtype)
-
-    stack.run(stack.embed(ids_P), rows_of_blocks(blocks, device), AttentionCalls(kv_rows, attend))
 
 
 def _attend_to_windows(
@@ -103,31 +98,30 @@ def _attend_to_windows(
     k_GSD: torch.Tensor,
     v_GSD: torch.Tensor,
     blocks: Sequence[int],
+    own: int,
     window: int,
     sink_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend block by block. Each block attends to the keys in its window before it, and to its own new keys.
-    In k_GSD and v_GSD, the n-th block's new rows begin n blocks after the start of the last block."""
-    parts, backend, last = [], DenseBackend(window=window), blocks[-1]
-    for n, (block, q_THD) in enumerate(zip(blocks, torch.split(q_PHD, BLOCK), strict=True)):
-        before, own = (
+    """Attend block by block. Each block attends to the keys in its window before it, and to its own new
+    keys."""
+    parts, backend = [], DenseBackend(window=window)
+    for block, new, q_THD in zip(blocks, count(own), torch.split(q_PHD, BLOCK), strict=False):
+        before, fresh = (
             slice(first * BLOCK, end * BLOCK)
-            for first, end in ((window_begin(block, window), block), (last + n, last + n + 1))
+            for first, end in ((window_begin(block, window), block), (new, new + 1))
         )
-        k_BGSD, v_BGSD = (torch.cat([x[:, before], x[:, own]], dim=1)[None] for x in (k_GSD, v_GSD))
+        k_BGSD, v_BGSD = (torch.cat([x[:, before], x[:, fresh]], dim=1)[None] for x in (k_GSD, v_GSD))
         q_BHTD = q_THD.transpose(0, 1)[None].to(k_GSD.dtype)
         x = AttentionInput.of(q_BHTD, k_BGSD, v_BGSD, sink_H=sink_H)
         parts.append(backend.attend(x, None, None, no_phase)[0].transpose(0, 1).to(q_PHD.dtype))
     return torch.cat(parts)
 
 
-def _tiles_before(blocks: Sequence[int], heads: int, device: torch.device) -> TileMask:
-    """Return the mask with which the n-th block attends to all blocks before it and to its own new keys. The
-    new keys begin n blocks after the start of the last block."""
-    last = blocks[-1]
-    index_BM = torch.arange(last + len(blocks), dtype=torch.int16).repeat(len(blocks), 1)
+def _tiles_before(blocks: Sequence[int], own: int, heads: int, device: torch.device) -> TileMask:
+    """Return the mask with which each block attends to all blocks before it and to its own new keys."""
+    index_BM = torch.arange(blocks[-1] + 1, dtype=torch.int16).repeat(len(blocks), 1)
     for n, block in enumerate(blocks):
-        index_BM[n, block] = last + n
+        index_BM[n, block] = own + n
     count_B = torch.tensor(blocks, dtype=torch.int32) + 1
     index_BHNM = index_BM.to(device).expand(1, heads, -1, -1).contiguous()
     return TileMask(index_BHNM, count_B.to(device).expand(1, heads, -1).contiguous())

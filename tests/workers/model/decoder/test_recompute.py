@@ -12,10 +12,10 @@ from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.recompute import (
     QUESTION_ROWS,
     BlockAttention,
-    recompute,
+    BlockQueries,
     rows_of_blocks,
 )
-from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
 from deltafront.workers.settings import ModelSpec
 from tests.workers.tiny_model import make_tiny_model
 
@@ -125,7 +125,7 @@ def test_recomputes_no_block_of_a_document_below_two_whole_blocks(tokens: int) -
 
 
 class _Store:
-    """The KV cache of one document, in the form that `recompute` takes."""
+    """The KV cache of one document."""
 
     def __init__(self, stack: LayerStack, ids_T: torch.Tensor) -> None:
         config = stack.config
@@ -144,19 +144,21 @@ class _Store:
         positions_T = torch.arange(len(self.ids_T), device=self.stack.device)
         self.stack.forward(self.stack.embed(self.ids_T), positions_T, attend)
 
-    def recompute(self, blocks: list[int]) -> None:
+    def recompute(self, blocks: list[int], own: int) -> None:
+        """own: the number of the block after whose keys the blocks' new keys follow."""
         rows_P = rows_of_blocks(blocks, self.stack.device)
+
+        queries = BlockQueries(self.stack, blocks, own)
 
         def keep(layer: int) -> KVRows:
             return KVRows(self.k_LTGD[layer], self.v_LTGD[layer], rows_P)
 
-        def seen(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def attend(layer: int, q_PHD: torch.Tensor) -> torch.Tensor:
             both = (self.k_LTGD[layer], self.v_LTGD[layer])
-            whole = (torch.cat([x[: blocks[-1] * BLOCK], x[rows_P]]).transpose(0, 1) for x in both)
-            k_GSD, v_GSD = (x.contiguous() for x in whole)
-            return k_GSD, v_GSD
+            whole = (torch.cat([x[: own * BLOCK], x[rows_P]]).transpose(0, 1) for x in both)
+            return queries.attend(layer, q_PHD, *(x.contiguous() for x in whole))
 
-        recompute(self.stack, self.ids_T[rows_P], blocks, keep, seen)
+        self.stack.run(self.stack.embed(self.ids_T[rows_P]), rows_P, AttentionCalls(keep, attend))
 
     def by_loops(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the KV expected after `recompute`, from full attention token by token."""
@@ -221,13 +223,15 @@ def _copy(store: _Store) -> _Store:
     return made
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["until-last-block", "whole-document"])
 @pytest.mark.parametrize("blocks", [[1], [2, 4], [1, 2, 3]])
 def test_recomputes_blocks_like_the_oracle_and_changes_no_others(
-    read_in_windows: _Store, blocks: list[int]
+    read_in_windows: _Store, blocks: list[int], whole: bool
 ) -> None:
+    """The blocks' own new keys may follow the last block, or the whole document."""
     store = _copy(read_in_windows)
     want = store.by_loops(blocks)
-    store.recompute(blocks)
+    store.recompute(blocks, TOKENS // BLOCK if whole else blocks[-1])
     for got, expected in zip((store.k_LTGD, store.v_LTGD), want, strict=True):
         assert _worst_row(got, expected) < _rounding(store)
     changed = (store.k_LTGD != read_in_windows.k_LTGD).any(-1).any(-1)
@@ -242,7 +246,7 @@ def test_recomputing_densely_prefilled_blocks_changes_nothing(read_in_windows: _
     store = _copy(read_in_windows)
     store.read(window=TOKENS)
     before = store.k_LTGD.clone(), store.v_LTGD.clone()
-    store.recompute([1, 3, 4])
+    store.recompute([1, 3, 4], own=4)
     for got, expected in zip((store.k_LTGD, store.v_LTGD), before, strict=True):
         assert _worst_row(got, expected) < _rounding(store)
 
@@ -250,6 +254,6 @@ def test_recomputing_densely_prefilled_blocks_changes_nothing(read_in_windows: _
 def test_recomputing_all_blocks_equals_a_dense_prefill(read_in_windows: _Store) -> None:
     store, dense = _copy(read_in_windows), _copy(read_in_windows)
     dense.read(window=TOKENS)
-    store.recompute([0, 1, 2, 3, 4])
+    store.recompute([0, 1, 2, 3, 4], own=4)
     for got, expected in ((store.k_LTGD, dense.k_LTGD), (store.v_LTGD, dense.v_LTGD)):
         assert _worst_row(got, expected) < _rounding(store)
