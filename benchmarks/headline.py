@@ -17,12 +17,10 @@ HEADER = ("131,072 tokens, one H200", "Deltafront", "compared with", "faster")
 TOKENS = 131_072
 LONGEST = 524_288
 """Prompt length of the table's row with several GPUs, in tokens."""
-DEFAULT = "dpxa+delta:share=0.1,gamma=64,spread=0.25"
-"""The default attention without a profile (`service.config.UNMEASURED`), which recomputes 32 blocks."""
+_SPARSE = "mapped ttft_dpxa+delta:share=0.1,gamma=64,spread=0.25_recompute_32"
 _SHOWN = (
-    f"mapped ttft_{DEFAULT}_recompute_32", "mapped ttft_dense",
-    "ttft_dpxa", "ttft_fa2_stack", "ttft_dense", "mapped ttft_dpxa_recompute_8", "mapped ttft_dpxa",
-    "vllm_ttft_dense", "long ttft_dpxa", "long ttft_dense", "token_delta", "token_full",
+    _SPARSE, "mapped ttft_dense", "vllm_ttft_dense", "ttft_dpxa", "ttft_fa2_stack", "ttft_dense",
+    "long ttft_dpxa", "long ttft_dense", "token_delta", "token_full",
 )  # fmt: skip
 
 
@@ -47,20 +45,16 @@ def times(engine_of_8b: Result) -> dict[str, Row]:
 def lines(engine_of_8b: Result) -> list[Line]:
     """Make the lines of README's table of times."""
     of = times(engine_of_8b)
-    sparse, asked, whole = of["ttft_dpxa"], of["mapped ttft_dpxa_recompute_8"], of["long ttft_dpxa"]
+    sparse, asked, whole = of["ttft_dpxa"], of[_SPARSE], of["long ttft_dpxa"]
     dense = "our dense attention"
-    vllm = f"vLLM {of['vllm_ttft_dense']['version']}, dense"
-    default = of[f"mapped ttft_{DEFAULT}_recompute_32"]
+    vllm = of["vllm_ttft_dense"], f"vLLM {of['vllm_ttft_dense']['version']}, dense"
     return [
+        _timed("First token, dense (the default)", of["mapped ttft_dense"], vllm),
         _timed(
-            f"First token, the default: density {default['density']:.2f}, 32 recomputed blocks",
-            default,
-            (of["mapped ttft_dense"], dense),
-        ),
-        _timed(
-            f"First token, density {asked['density']}, 8 recomputed blocks",
+            f"First token, density {asked['density']:.2f}, 32 recomputed blocks",
             asked,
-            (of["vllm_ttft_dense"], vllm),
+            vllm,
+            (of["mapped ttft_dense"], dense),
         ),
         _timed(
             f"First token, density {sparse['density']}",
@@ -80,11 +74,11 @@ def lines(engine_of_8b: Result) -> list[Line]:
 def bars(engine_of_8b: Result) -> list[tuple[str, float]]:
     """Return the chart's bars: a label, and seconds to the first token of 131,072 tokens."""
     of = times(engine_of_8b)
-    vllm, sparse = of["vllm_ttft_dense"], of["mapped ttft_dpxa"]
+    vllm, sparse = of["vllm_ttft_dense"], of[_SPARSE]
     return [
         (f"vLLM {vllm['version']}, dense", vllm["value"]),
-        ("Deltafront, dense", of["ttft_dense"]["value"]),
-        (f"Deltafront, sparse (density {sparse['density']})", sparse["value"]),
+        ("Deltafront, dense", of["mapped ttft_dense"]["value"]),
+        (f"Deltafront, sparse (density {sparse['density']:.2f})", sparse["value"]),
     ]
 
 
@@ -111,11 +105,13 @@ def answers(result: Result, readme: bool = True) -> str:
     """Make the table of real models' RULER scores, dense and sparse.
 
     Args:
-        readme: Show only rows with a `readme` label, named by that label.
+        readme: Show only rows with a `readme` label, named by that label. Else all rows that are not
+            `unlisted`.
     """
     numbers = ("density", "dense", "sparse", "lost, won")
     names = ("model, tokens", "prefill") if readme else ("model", "tokens", "prefill", "recomputed")
-    rows = [_answer(row, readme) for row in result["rows"] if not readme or "readme" in row]
+    shown = [row for row in result["rows"] if ("readme" in row if readme else "unlisted" not in row)]
+    rows = [_answer(row, readme) for row in shown]
     measured = "" if readme else f"\n\n{source(result)}. Texts: {result['text']}."
     return markdown((*names, *numbers), rows) + measured
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from deltafront.benchmarks import configuration, overlays
+from deltafront.benchmarks import frontier as frontiers
 from deltafront.benchmarks import headline as headlines
 from deltafront.benchmarks.accuracy.tables import EMBEDDED, accuracy, embedded
 from deltafront.benchmarks.arguments import parser_of
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = ("configuration", "performance", "accuracy", "operations", "deploy", "models", "methods")
 CHART = ROOT / "docs" / "first_token.svg"
+FRONTIER = ROOT / "docs" / "frontier.svg"
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS))
 
 
@@ -195,9 +197,15 @@ def chart() -> str:
     return headlines.chart(json.loads((RESULTS / "engine_h200.json").read_text()))
 
 
+def frontier() -> str:
+    """Return the plot of accuracy.md."""
+    return frontiers.svg(json.loads((RESULTS / "answers_real_models.json").read_text()))
+
+
 def _stale() -> dict[Path, str]:
     """Return the new content of each file that is out of date."""
-    wanted = {path: render(path.read_text()) for path in DOCUMENTS} | {CHART: chart()}
+    wanted = {path: render(path.read_text()) for path in DOCUMENTS}
+    wanted |= {CHART: chart(), FRONTIER: frontier()}
     return {path: text for path, text in wanted.items() if not path.exists() or path.read_text() != text}
 
 

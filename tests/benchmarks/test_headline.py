@@ -10,9 +10,6 @@ import pytest
 from deltafront.benchmarks import headline
 from deltafront.benchmarks.accuracy.tables import EMBEDDED, embedded
 from deltafront.benchmarks.tables import RESULTS, TABLES
-from deltafront.service.config import RECOMPUTED, UNMEASURED
-from deltafront.workers.evaluation.planner import SETTINGS
-from deltafront.workers.evaluation.setting import Setting, split_method
 
 
 def results(name: str) -> dict[str, Any]:
@@ -33,12 +30,14 @@ def test_gives_no_ratio_for_times_of_different_commits() -> None:
 
 
 def test_compares_ttft_with_vllms_of_the_same_commit(lines: list[headline.Line]) -> None:
-    (asked,) = (line for line in lines if " 8 recomputed blocks" in line[0])
     of = headline.times(results("engine_h200"))
-    ours, theirs = of["mapped ttft_dpxa_recompute_8"], of["vllm_ttft_dense"]
-    assert ours.get("commit") == theirs.get("commit")
-    assert asked[1:3] == (f"{ours['value']:.3g} s", f"{theirs['value']:.3g} s (vLLM 0.26.0, dense)")
-    assert asked[3] == f"{theirs['value'] / ours['value']:.2f} ×"
+    theirs = of["vllm_ttft_dense"]
+    dense, sparse = of["mapped ttft_dense"], of[headline._SPARSE]
+    for ours, line in zip((dense, sparse), lines, strict=False):
+        assert ours.get("commit") == theirs.get("commit")
+        assert line[1] == f"{ours['value']:.3g} s"
+        assert line[2].startswith(f"{theirs['value']:.3g} s (vLLM 0.26.0, dense)")
+        assert line[3].startswith(f"{theirs['value'] / ours['value']:.2f} ×")
 
 
 def test_compares_several_gpus_with_dense_on_the_same_gpus(lines: list[headline.Line]) -> None:
@@ -59,9 +58,3 @@ def test_accuracy_table_begins_with_untuned_documents() -> None:
     first, *others = embedded(*map(results, EMBEDDED)).splitlines()[2:]
     assert "nothing was tuned on" in first
     assert any("set A" in line for line in others) and any("set B" in line for line in others)
-
-
-def test_timed_and_evaluated_default_is_that_of_the_service() -> None:
-    options = {name: value for name, value in UNMEASURED.options.items() if name != "min_tokens"}
-    assert split_method(headline.DEFAULT) == (UNMEASURED.method, options)
-    assert Setting(headline.DEFAULT, RECOMPUTED) == Setting.parse(SETTINGS[0])
