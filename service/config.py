@@ -49,13 +49,11 @@ class DefaultAttention:
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-UNMEASURED = DefaultAttention(
-    "dpxa+delta", False, {"share": 0.1, "gamma": 64, "spread": 0.25, "min_tokens": 65_536}
-)
-"""The default without a profile. It kept 0.97 of dense attention's score on the models of
-docs/experiments/0007. Up to min_tokens tokens it is dense attention."""
+UNMEASURED = DefaultAttention("dense", measured=False)
+"""The default without a profile. No sparse setting kept 0.97 of dense attention's score on all texts
+(docs/experiments/0009)."""
 RECOMPUTED = 32
-"""Blocks recomputed after sparse prefill, as in UNMEASURED's measurement."""
+"""Blocks recomputed after sparse prefill."""
 
 
 class ConfigError(ValueError):
@@ -81,10 +79,9 @@ class ServiceConfig(BaseModel):
 
     @property
     def compiled_prefill(self) -> PrefillConfig:
-        """Section `prefill`. The methods to warm up, if there are any, include the default attention, unless
-        no prompt is long enough for it."""
+        """Section `prefill`. The methods to warm up, if there are any, include the default attention."""
         default, given = self.default_attention, self.prefill.warm_up
-        if not given or default.options.get("min_tokens", 0) >= self.prefill.cache_tokens:
+        if not given or (default.method, default.options) in self.prefill.warmed_up:
             return self.prefill
         return replace(self.prefill, warm_up=(*given, {default.method: default.options}))
 

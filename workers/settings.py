@@ -155,8 +155,7 @@ class PrefillConfig(WorkerConfig):
     """Seconds after which a stage is replaced that still works on one chunk, even if it answers."""
     unmeasured: Literal["safe", "allow"] = "safe"
     """The default attention method of a model without a profile, if `door.default_method` is not set. `safe`:
-    up to 65,536 tokens `dense`, beyond it the sparsest setting that kept 0.97 of dense attention's score on
-    other models (docs/experiments/0007). `allow`: `dpxa`."""
+    `dense`. `allow`: `dpxa`."""
     method_modules: tuple[str, ...] = ()
     """Python modules outside the package that register attention methods."""
     method_options: MethodOptions = field(default_factory=dict)

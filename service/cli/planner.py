@@ -213,7 +213,7 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
         "threads": _THREADS,
         "cpus_per_stage": _CPUS,
         "gpus_per_stage": 0.5 if use.mapped else 1,
-        "warm_up": ["dense", "dpxa", "dpxa+delta"],
+        "warm_up": ["dense", "dpxa", {"dpxa+delta": {"share": 0.1}}],  # rules by threshold and by share
     }
     decode = {
         "tensor_parallel": use.ranks,

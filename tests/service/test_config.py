@@ -99,17 +99,18 @@ def test_default_attention_follows_profile_and_configuration(
 
 
 @pytest.mark.parametrize(
-    ("warm_up", "cache_tokens", "compiled"),
+    ("warm_up", "unmeasured", "compiled"),
     [
-        ([], 131_072, []),
-        (["dense"], 131_072, [("dense", {}), ("dpxa+delta", UNMEASURED.options)]),
-        (["dense"], 65_536, [("dense", {})]),
+        ([], "safe", []),
+        (["dense"], "safe", [("dense", {})]),
+        (["dpxa"], "safe", [("dpxa", {}), ("dense", {})]),
+        (["dense"], "allow", [("dense", {}), ("dpxa", {})]),
     ],
 )
-def test_stages_warm_up_the_default_attention_if_a_prompt_can_get_it(
-    warm_up: list[str], cache_tokens: int, compiled: list[tuple[str, Any]]
+def test_stages_warm_up_the_default_attention(
+    warm_up: list[str], unmeasured: str, compiled: list[tuple[str, Any]]
 ) -> None:
-    config = parse(content("prefill", warm_up=warm_up, cache_tokens=cache_tokens))
+    config = parse(content("prefill", warm_up=warm_up, unmeasured=unmeasured))
     assert config.compiled_prefill.warmed_up == compiled
 
 

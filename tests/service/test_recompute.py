@@ -73,18 +73,14 @@ def test_request_without_recompute_blocks_gets_the_default(
     assert said == [ids(PROMPT) if blocks else b"", ids(PROMPT)]
 
 
-def test_model_without_a_profile_prefills_short_prompts_densely(
-    make_house: Callable[..., House], model: Path
-) -> None:
+def test_model_without_a_profile_is_prefilled_densely(make_house: Callable[..., House], model: Path) -> None:
     house = make_house(settings(model, default_method=""))
     with DeltafrontClient(house.address) as client:
         for asked in ({}, SPARSE):
             collect(client.generate(PROMPT, max_tokens=2, skip_cache=True, **asked))
-        assert client.info().default_method == "dpxa+delta"
+        assert client.info().default_method == "dense"
     unnamed, named = (job.method for job in house.group.jobs)
-    assert (unnamed.name, unnamed.values["share"]) == ("dpxa+delta", 0.1)
-    assert unnamed.values["min_tokens"] == 65_536
-    assert named.name == SPARSE["method"]
+    assert (unnamed.name, named.name) == ("dense", SPARSE["method"])
     assert [told.options.recompute_blocks for told in house.decode.reservations] == [0, 32]
 
 

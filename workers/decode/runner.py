@@ -278,8 +278,10 @@ class DecodeRunner:
             blocks_PHD = queries.attend(layer, q_THD[:recomputed], k_GSD, v_GSD)
             window = self.stack.config.windows.get(layer)
             first = max(0, question.start + 1 - window) if window else 0
-            seen = (x_GSD[:, first : question.end] for x_GSD in (k_GSD, v_GSD))
-            asked_THD = self._attend_densely(layer, q_THD[recomputed:], *seen, question.start - first)
+            seen, q_THD = slice(first, question.end), q_THD[recomputed:]
+            asked_THD = self._attend_densely(
+                layer, q_THD, k_GSD[:, seen], v_GSD[:, seen], question.start - first
+            )
             return torch.cat([blocks_PHD, asked_THD])
 
         hidden_TC = torch.cat([self.stack.embed(ids_P), begun.hidden_TC])

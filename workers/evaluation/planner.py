@@ -33,8 +33,7 @@ SETTINGS = (
     "dpxa@8",
     "streaming+delta@32",
 )
-"""Settings that are tried by default, in this order. The first is a service's default without a profile
-(docs/experiments/0007)."""
+"""Settings that are tried by default, in this order."""
 
 
 @dataclass(frozen=True)
