@@ -133,8 +133,7 @@ class ServiceConfig(BaseModel):
         if default not in named:
             yield "door.default_method", default, {}
         if options := self.default_attention.options:
-            key = "door.default_options" if self.door.default_options else "prefill.unmeasured"
-            yield key, default, options
+            yield "door.default_options", default, options
         for name, options in self.prefill.warmed_up:
             if options or name not in (*named, default):
                 yield "prefill.warm_up", name, options

@@ -148,7 +148,7 @@ def describe_attention(settings: ServiceConfig) -> str:
     again = "" if default.method == "dense" else f", {blocks} blocks recomputed"
     chosen = f"{default.method}{options}{again}"
     if not default.measured:
-        return f"{chosen}; this model was not measured: deltafront evaluate, or set door.default_method"
+        return f"{chosen}; no sparse method was measured on this model: deltafront evaluate does it"
     profile = settings.model.profile
     measured = None if profile is None else Profile.read(Path(profile)).measured
     if measured is None or (measured.method, measured.options) != (default.method, default.options):

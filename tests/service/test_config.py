@@ -95,7 +95,7 @@ def test_default_attention_follows_profile_and_configuration(
     config = parse({**content(), **changes})
     assert config.default_attention == attention
     assert config.recompute_blocks == blocks
-    assert ("was not measured" in describe_attention(config)) != attention.measured
+    assert ("was measured on this model" in describe_attention(config)) != attention.measured
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,11 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("prefill", {"stages": 0}, "prefill.stages = 0: must be greater than or equal to 1"),
         ("prefill", {"warm_up": ["dense", "dpax"]}, "prefill.warm_up: unknown attention method 'dpax'"),
         ("prefill", {"warm_up": ["flex+delta"]}, "prefill.warm_up: flex+delta reads whole prompts only"),
-        ("prefill", {"method_options": {"dpxa": {"density": 0.1}}}, "prefill.unmeasured: "),
+        (
+            "door",
+            {"default_method": "dpxa", "default_options": {"share": 0.1, "density": 0.1}},
+            "door.default_options: ",
+        ),
         ("prefill", {"warm_up": [{"dpxa": {"anchors": 8}}]}, "prefill.warm_up: dpxa has no option 'anchors'"),
         (
             "prefill",

@@ -28,13 +28,22 @@ def test_upgrade_loses_no_request_and_load_adds_pods(deployed: Deployed) -> None
 
 
 def test_a_rollback_during_an_upgrade_loses_nothing(deployed: Deployed) -> None:
+    """The upgrade adds the autoscaler or, after the test above, removes it: either is another cluster."""
     kube, before = deployed.kube, active(deployed)
+    scales = kube.service()["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling", False)
     with deployed.load("rollback during an upgrade") as load:
-        deployed.apply()  # without autoscaling, which is another cluster
+        apply(deployed, scales=not scales)
         kube.until(lambda: pending(deployed), "a second cluster is being made")
-        deployed.apply("autoscaling", decode={"max_workers": 2})
+        apply(deployed, scales=scales)
         kube.until(lambda: not pending(deployed), "no second cluster is left")
     assert not load.lost and active(deployed) == before
+
+
+def apply(deployed: Deployed, *, scales: bool) -> None:
+    if scales:
+        deployed.apply("autoscaling", decode={"max_workers": 2})
+    else:
+        deployed.apply()
 
 
 def pending(deployed: Deployed) -> str:
