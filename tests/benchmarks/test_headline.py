@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
-from deltafront.benchmarks import headline
+from deltafront.benchmarks import frontier, headline
 from deltafront.benchmarks.accuracy.tables import EMBEDDED, embedded
 from deltafront.benchmarks.tables import RESULTS, TABLES
 
@@ -58,3 +59,13 @@ def test_accuracy_table_begins_with_untuned_documents() -> None:
     first, *others = embedded(*map(results, EMBEDDED)).splitlines()[2:]
     assert "nothing was tuned on" in first
     assert any("set A" in line for line in others) and any("set B" in line for line in others)
+
+
+def test_plot_has_a_point_for_each_setting_by_density_and_kept_score() -> None:
+    row = {"size": "1B", "tokens": 9, "method": "a", "blocks": 0, "samples": 60, "dense": "0.79–0.81"}
+    rows = [{**row, "density": density, "score": score} for density, score in ((0.1, 0.8), (0.4, 0.6))]
+    drawn = frontier.svg({"rows": [*rows, {**rows[0], "method": "dense/delta_layers=2"}]})
+    points = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="3.0".*?<title>(.*?)</title>', drawn)
+    (left, high, first), (right, low, second) = points
+    assert float(left) < float(right) and float(high) < float(low), "SVG counts downwards"
+    assert (first, second) == ("a, 0 blocks: 1.000 of 60 samples", "a, 0 blocks: 0.750 of 60 samples")
