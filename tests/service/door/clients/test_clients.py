@@ -26,6 +26,8 @@ from ..test_tools import call, model_with_tools
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
+OLDER = ("litellm_proxy", "llama_index")
+"""Clients that need packages older than the others do, so they have an environment of their own."""
 MODEL = "owner/tiny"
 ARGUMENTS = '{"city": "Rome", "days": 3}'
 _COMMAND = '{"command": "true", "description": "t"}'
@@ -60,9 +62,10 @@ def script_for(prompt: str, form: bool) -> str:
     return call(function["name"], arguments)
 
 
-@pytest.fixture(scope="module")
-def clients_python() -> Path:
-    return python_with(REQUIREMENTS, "clients")
+@pytest.fixture
+def clients_python(client: str) -> Path:
+    older = client in OLDER
+    return python_with(HERE / "older.txt", "clients-older") if older else python_with(REQUIREMENTS, "clients")
 
 
 @pytest.fixture
