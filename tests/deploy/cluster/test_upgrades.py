@@ -28,19 +28,29 @@ def test_upgrade_loses_no_request_and_load_adds_pods(deployed: Deployed) -> None
 
 
 def test_a_rollback_during_an_upgrade_loses_nothing(deployed: Deployed) -> None:
-    """The upgrade adds the autoscaler or, after the test above, removes it: either is another cluster."""
-    kube, before = deployed.kube, active(deployed)
-    scales = kube.service()["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling", False)
+    """The upgrade adds the autoscaler or, after the test above, removes it: either is another cluster.
+
+    KubeRay gives the second cluster the old configuration back, then lets it take over.
+    """
+    kube, scaled = deployed.kube, scales(deployed)
     with deployed.load("rollback during an upgrade") as load:
-        apply(deployed, scales=not scales)
+        apply(deployed, autoscaling=not scaled)
         kube.until(lambda: pending(deployed), "a second cluster is being made")
-        apply(deployed, scales=scales)
-        kube.until(lambda: not pending(deployed), "no second cluster is left")
-    assert not load.lost and active(deployed) == before
+        apply(deployed, autoscaling=scaled)
+        kube.until(lambda: not pending(deployed), "one cluster is left")
+    assert not load.lost and scales(deployed) == scaled
 
 
-def apply(deployed: Deployed, *, scales: bool) -> None:
-    if scales:
+def scales(deployed: Deployed) -> bool:
+    """Return True if the cluster that serves has an autoscaler."""
+    (serving,) = (
+        one for one in deployed.kube.get("raycluster") if one["metadata"]["name"] == active(deployed)
+    )
+    return bool(serving["spec"].get("enableInTreeAutoscaling"))
+
+
+def apply(deployed: Deployed, *, autoscaling: bool) -> None:
+    if autoscaling:
         deployed.apply("autoscaling", decode={"max_workers": 2})
     else:
         deployed.apply()
