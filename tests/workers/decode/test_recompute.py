@@ -205,10 +205,10 @@ async def test_recomputes_the_blocks_with_the_most_attention_first(sparse: Spars
     runner = sparse.bench.engine._runner
     plain = runner.recompute
 
-    def noting(pages: Any, blocks: Any, ids: Any) -> Any:
+    def noting(pages: Any, blocks: Any, ids: Any, *more: Any) -> Any:
         assert list(ids) == [DOCUMENT[b * BLOCK + place] for b in blocks for place in range(BLOCK)]
         seen.append(tuple(blocks))
-        return plain(pages, blocks, ids)
+        return plain(pages, blocks, ids, *more)
 
     runner.recompute = noting
     answers = [await sparse.question(f"q{count}", session, count) for count in (1, 2, 3)]
