@@ -4,14 +4,15 @@ real model and prompt length has a plot."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from deltafront.benchmarks.headline import Row
 from deltafront.benchmarks.markdown import Result
+from deltafront.service.cli.evaluation.plot import line, text
+from deltafront.workers.evaluation.planner import GOAL
 
-Row = Mapping[str, Any]
-
-_WIDTH, _HEIGHT, _LEFT, _TOP = 250, 220, 44, 34
+_WIDTH, _ACROSS, _HEIGHT, _LEFT, _TOP = 250, 204, 220, 44, 34
+"""Pixels: of a plot with its labels, across and down a plot, beside and above the first."""
 _DENSITIES, _RATIOS = (0.07, 0.6), (0.65, 1.1)
 _COLOURS = {
     (True, True): "#1f6feb",
@@ -36,16 +37,16 @@ def svg(result: Result) -> str:
     ]
     legend = "".join(
         f'<circle cx="{_LEFT + 8 + 190 * at}" cy="{height - 12}" r="4" fill="{colour}"/>'
-        f'<text x="{_LEFT + 17 + 190 * at}" y="{height - 8}">{kind}</text>'
+        f"{text(_LEFT + 17 + 190 * at, height - 8, kind)}"
         for at, (kind, colour) in enumerate(zip(_KINDS, _COLOURS.values(), strict=True))
     )
     title = "Share of dense attention's score by density of prefill"
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
-        f' height="{height}" role="img" aria-label="{title}" font-family="sans-serif" font-size="11"'
-        ' fill="#57606a">'
+        f' height="{height}" role="img" aria-label="{title}" font-family="sans-serif" font-size="11">'
     )
-    return "\n".join([head, *drawn, legend, "</svg>", ""])
+    background = f'<rect width="{width}" height="{height}" fill="white"/>'
+    return "\n".join([head, background, *drawn, legend, "</svg>", ""])
 
 
 def _is(row: Row, size: str, tokens: int) -> bool:
@@ -53,19 +54,16 @@ def _is(row: Row, size: str, tokens: int) -> bool:
 
 
 def _panel(left: int, title: str, rows: Sequence[Row]) -> str:
-    right, bottom = left + _WIDTH - 20, _TOP + _HEIGHT
+    right, bottom = left + _ACROSS, _TOP + _HEIGHT
     levels = [
-        f'<path d="M{left} {_y(level):.0f}H{right}" stroke="#d0d7de" stroke-dasharray="{dash}"/>'
-        f'<text x="{left - 30}" y="{_y(level) + 4:.0f}">{level:.2f}</text>'
-        for level, dash in ((0.7, "1 4"), (0.8, "1 4"), (0.9, "1 4"), (0.97, "6 3"), (1.0, "0"))
+        line(left, _y(level), right, _y(level), colour="#d0d7de", dash="6 3" if level == GOAL else "")
+        + text(left - 30, _y(level) + 4, f"{level:.2f}")
+        for level in (0.7, 0.8, 0.9, GOAL, 1.0)
     ]
-    densities = [
-        f'<text x="{left + _x(density) - 8:.0f}" y="{bottom + 14}">{density}</text>'
-        for density in (0.1, 0.2, 0.4)
-    ]
+    densities = [text(left + _x(density) - 8, bottom + 14, f"{density}") for density in (0.1, 0.2, 0.4)]
     return "\n".join(
         [
-            f'<text x="{left}" y="18" font-size="13">{title}</text>',
+            text(left, 18, title, weight="bold"),
             *levels,
             *densities,
             *(_point(left, row) for row in rows),
@@ -92,7 +90,7 @@ def _dense(row: Row) -> float:
 
 def _x(density: float) -> float:
     low, high = map(math.log, _DENSITIES)
-    return (math.log(density) - low) / (high - low) * (_WIDTH - 20)
+    return (math.log(density) - low) / (high - low) * _ACROSS
 
 
 def _y(ratio: float) -> float:

@@ -182,8 +182,6 @@ def _measure_all(pairs: Iterator[tuple[str, Pair]], out: Path, record: Result) -
 
 def _rank(rank: int, folder: str, seconds: float, out: Path, record: Result) -> None:
     torch.cuda.set_device(rank)
-    # NCCL's thread queries events, which fails during another thread's capture in the default mode.
-    torch.cuda.graph = partial(torch.cuda.graph, capture_error_mode="thread_local")  # type: ignore[misc, assignment]
     dist.init_process_group("nccl", f"file://{folder}/ranks", timedelta(seconds=seconds), RANKS, rank)
     own = partial(ours, one_shots(rank, RANKS, torch.device("cuda", rank)))
     failed = _measure_all(_pairs(rank, own, {"nccl": nccl}), out, record)

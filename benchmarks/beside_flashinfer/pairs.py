@@ -91,7 +91,8 @@ def _graph(run: Run, copies: int) -> torch.cuda.CUDAGraph:
         run(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # NCCL's thread queries events, which fails during another thread's capture in the default mode.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in range(CALLS):
             run(call % copies)
     return graph

@@ -88,7 +88,7 @@ class Setup:
                 "gpus_per_stage": stage,
                 "method_modules": [f"{__package__}.peers"],
                 "method_options": {"dpxa": {"share": 0.05}},  # warm-up compiles the rule that is measured
-                "warm_up": ["dense", "dpxa"],
+                "warm_up": ["dense", "dpxa", "dpxa+delta"],
             },
             "decode": {
                 "tensor_parallel": self.ranks,

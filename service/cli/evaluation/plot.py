@@ -29,31 +29,31 @@ def svg(rows: Sequence[ComparedRow], title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
         ' font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(LEFT, 18, title, weight="bold"),
-        _line(LEFT, y(low), x(1), y(low)),
-        _line(LEFT, y(low), LEFT, TOP),
-        _line(LEFT, y(GOAL), x(1), y(GOAL), colour="#888", dash="4"),
-        _text(x(1) + 6, y(GOAL) + 4, f"{GOAL:g} of dense"),
-        _text(LEFT + 90, HEIGHT - 12, "density: computed share of attention tiles"),
+        text(LEFT, 18, title, weight="bold"),
+        line(LEFT, y(low), x(1), y(low)),
+        line(LEFT, y(low), LEFT, TOP),
+        line(LEFT, y(GOAL), x(1), y(GOAL), colour="#888", dash="4"),
+        text(x(1) + 6, y(GOAL) + 4, f"{GOAL:g} of dense"),
+        text(LEFT + 90, HEIGHT - 12, "density: computed share of attention tiles"),
     ]
     for step in range(5):
         density, kept = step / 4, low + (high - low) * step / 4
-        parts += [_text(x(density) - 8, HEIGHT - 34, f"{density:g}"), _text(20, y(kept) + 4, f"{kept:.2f}")]
+        parts += [text(x(density) - 8, HEIGHT - 34, f"{density:g}"), text(20, y(kept) + 4, f"{kept:.2f}")]
     for number, row in enumerate(rows):
         colour = f"hsl({number * 137 % 360} 65% 42%)"
         at, first, last = x(row.density), *(row.kept_95 or (row.kept, row.kept))
         parts += [
-            _line(at, y(first), at, y(last), colour=colour),
+            line(at, y(first), at, y(last), colour=colour),
             f'<circle cx="{at:.1f}" cy="{y(row.kept):.1f}" r="4" fill="{colour}"/>',
-            _text(WIDTH - RIGHT + 70, TOP + 40 + 18 * number, row.setting, colour=colour),
+            text(WIDTH - RIGHT + 70, TOP + 40 + 18 * number, row.setting, colour=colour),
         ]
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _line(x: float, y: float, to_x: float, to_y: float, colour: str = "black", dash: str = "") -> str:
+def line(x: float, y: float, to_x: float, to_y: float, colour: str = "black", dash: str = "") -> str:
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{colour}"{dashed}/>'
 
 
-def _text(x: float, y: float, words: str, colour: str = "black", weight: str = "normal") -> str:
+def text(x: float, y: float, words: str, colour: str = "black", weight: str = "normal") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-weight="{weight}">{escape(words)}</text>'
