@@ -94,6 +94,7 @@ def test_correcting_dense_attention_changes_nothing() -> None:
     assert float(counts.computed) == pytest.approx(counts.causal + extra)
 
 
+@pytest.mark.usefixtures("split_keys")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
     ("tokens", "rows", "first", "gamma", "tail"),

@@ -66,10 +66,12 @@ class OwnRows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """TMA descriptors of the output: one for an item's rows, one for tail rows."""
+    """TMA descriptors of the output: one for an item's rows, one for tail rows. lse_ptr: (SPLIT) each row's
+    base-2 logarithm of its sum of weights, float32."""
 
     out: tma.tensor_descriptor
     out_tail: tma.tensor_descriptor
+    lse_ptr: gl.tensor
 
 
 @gluon.jit
@@ -153,15 +155,25 @@ def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
         for i in range(ends.unmasked_end, ends.tiles):
             running, done = _advance(running, done, i, rows, buffers, WEIGHTED=True, MASK=ALWAYS, PLAN=PLAN)
     elif PLAN.in_pairs:
-        for i in range(1, ends.masked_end):
+        for i in range(ends.begin + 1, ends.masked_end):
             running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, MASK=ALWAYS, PLAN=PLAN)
         for i in range(ends.masked_end, ends.tiles):
             running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, MASK=NEVER, PLAN=PLAN)
     else:
         MASK: gl.constexpr = NEVER if PLAN.listed else IF_MASKED
-        for i in range(1, ends.tiles):
+        for i in range(ends.begin + 1, ends.tiles):
             running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, MASK=MASK, PLAN=PLAN)
     return running, done
+
+
+@gluon.jit
+def _store_lse(lse_ptr, m_i, l_i, item, row0, work):
+    """Store the logarithms of a warpgroup's rows, from row0 on. A row without keys in this part gets
+    NEGATIVE."""
+    row = row0 + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, scores_layout()))
+    head = ((item.b * work.parts + item.part) * work.heads + item.h).to(gl.int64)
+    lse = gl.where(l_i > 0, m_i + gl.log2(l_i), NEGATIVE)
+    gl.store(lse_ptr + head * work.rows + row, lse, mask=row < work.rows)
 
 
 @gluon.jit
@@ -201,7 +213,11 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         taken += 1
         s = warpgroup_mma_wait(0, deps=[s])
         keys.release(done)
-        s = mask_exact(s, column, 0, seen, PLAN)
+        if PLAN.split:
+            if ends.begin < extent.masked:
+                s = mask_exact(s, column, ends.begin, seen, PLAN)
+        else:
+            s = mask_exact(s, column, 0, seen, PLAN)
         p, m_i, l_i, alpha = online_softmax(s, m_i, l_i, scale, scale, WEIGHTED=False, PLAN=PLAN)
         if not PLAN.late_rescale:
             p = rounded(p, dtype, PLAN)
@@ -213,9 +229,15 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         values.release(done)
         done += 1
         l_i = gl.sum(running.l_i, 1) if PLAN.l_i_in_threads else running.l_i
+        row0 = (item.tile * PLAN.warpgroups + WARPGROUP) * GROUP_ROWS
+        b = item.b
+        if PLAN.split:
+            _store_lse(results.lse_ptr, running.m_i, l_i, item, row0, work)
+            l_i = gl.where(l_i > 0, l_i, 1.0)
+            b = item.b * work.parts + item.part
         q_rows.store((acc / gl.convert_layout(l_i, gl.SliceLayout(1, acc.type.layout))[:, None]).to(dtype))
         fence_async_shared()
-        place = [item.b, item.h, (item.tile * PLAN.warpgroups + WARPGROUP) * GROUP_ROWS, 0]
+        place = [b, item.h, row0, 0]
         if item.tail:
             tma.async_copy_shared_to_global(results.out_tail, place, q_buffer)
         else:
@@ -228,15 +250,15 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
 
 
 _VARYING = (
-    "stride_ib stride_ih stride_in items tiles tail_tiles keys row0 tail_row0 critical chunk_slots".split()
-)
+    "stride_ib stride_ih stride_in items tiles tail_tiles keys row0 tail_row0 critical chunk_slots parts rows"
+).split()
 
 
 @gluon.jit(do_not_specialize=_VARYING)
 def hopper_kernel(
     q, k, v, out, q_tail, out_tail, packed_k, packed_v, weight, packed_ptr, index_ptr, order_ptr, counter_ptr,
-    stride_ib, stride_ih, stride_in, items, batch, heads, group, tiles, tail_tiles,
-    keys, row0, step, tail_row0, critical, chunk, chunk_slots, scale,
+    lse_ptr, stride_ib, stride_ih, stride_in, items, batch, heads, group, tiles, tail_tiles,
+    keys, row0, step, tail_row0, critical, chunk, chunk_slots, parts, rows, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Run one program: allocate buffers and barriers, then start the producer and consumer warps. `Sources`,
@@ -244,11 +266,11 @@ def hopper_kernel(
     buffers = new_buffers(q, k, v, weight, PLAN)
     work = Work(
         items, batch, heads, group, tiles, tail_tiles, keys, row0, step, tail_row0, critical, chunk,
-        packed_ptr, chunk_slots,
+        packed_ptr, chunk_slots, parts, rows,
     )  # fmt: skip
     sources = Sources(q, k, v, q_tail, packed_k, packed_v, weight)
     lists = Lists(order_ptr, counter_ptr, index_ptr, stride_ib, stride_ih, stride_in)
-    results = Results(out, out_tail)
+    results = Results(out, out_tail, lse_ptr)
     # fmt: off
     if PLAN.warpgroups == 2:
         gl.warp_specialize(

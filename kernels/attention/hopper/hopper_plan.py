@@ -33,6 +33,8 @@ class HopperPlan:
     """Round softmax weights and rescale acc while the next tile's scores are computed."""
     l_i_in_threads: bool
     """Keep a separate sum of weights in each of a row's four threads until the item ends."""
+    split: bool
+    """Cut each item's key tiles into parts, which are items of their own (`split.py`)."""
 
     @property
     def rows(self) -> int:
@@ -49,8 +51,14 @@ class HopperPlan:
 
 @cache
 def plan_of(
-    dim: int, *, listed: bool = False, packed: bool = False, order: int = ONE_HEAD_FIRST
+    dim: int,
+    *,
+    listed: bool = False,
+    packed: bool = False,
+    order: int = ONE_HEAD_FIRST,
+    split: bool = False,
 ) -> HopperPlan:
+    """Choose the compile-time options. `split` needs exact keys: neither a mask nor packed keys."""
     if listed:
         stages, warpgroups, query_buffers, registers = 2, 2, 2, 240
     elif dim == 64:
@@ -70,4 +78,5 @@ def plan_of(
         in_pairs=dim == 64 if packed else dim == 128 and not listed,
         late_rescale=packed and dim == 128,
         l_i_in_threads=listed or (packed and dim == 64),
+        split=split,
     )

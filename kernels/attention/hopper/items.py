@@ -3,8 +3,8 @@
 An *item* is a tile of PLAN.rows rows of one query head. Items of tail rows come first. An *entry* encodes an
 item as an int64: the item's number in the lower 32 bits, with LISTED the length of its tile list in the upper
 32. A negative entry ends the program. An item's key tiles come in this order: *masked* ones at the diagonal,
-other tiles of exact keys, tiles of packed keys. LISTED and PACKED are compile-time flags: over the tiles of a
-mask, over packed keys.
+other tiles of exact keys, tiles of packed keys. LISTED, PACKED and SPLIT are compile-time flags: over the
+tiles of a mask, over packed keys, a part of the tiles in each item.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,7 +25,7 @@ class Work(NamedTuple):
     batch: gl.tensor
     heads: gl.tensor
     group: gl.tensor  # query heads of a key head
-    tiles: gl.tensor  # items of a query head
+    tiles: gl.tensor  # items of a query head; (SPLIT) all parts of a tile of rows count
     tail_tiles: gl.tensor  # tail items of a query head
     keys: gl.tensor
     row0: gl.tensor
@@ -35,6 +35,8 @@ class Work(NamedTuple):
     chunk: gl.tensor  # (PACKED) keys of a pack chunk
     packed_ptr: gl.tensor  # (PACKED) packed keys before each chunk, (B, G, C)
     chunk_slots: gl.tensor  # (PACKED) the size of dimension C
+    parts: gl.tensor  # (SPLIT) parts of an item's key tiles
+    rows: gl.tensor  # (SPLIT) rows of a query head
 
 
 class Lists(NamedTuple):
@@ -59,7 +61,7 @@ class Sources(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A decoded work item. list_tiles: (LISTED) number of tiles in its list."""
+    """A decoded work item. list_tiles: (LISTED) number of tiles in its list. part: (SPLIT) which part."""
 
     b: gl.tensor
     h: gl.tensor
@@ -67,12 +69,14 @@ class Item(NamedTuple):
     tile: gl.tensor
     tail: gl.tensor
     list_tiles: gl.tensor
+    part: gl.tensor
 
 
 class Extent(NamedTuple):
     first: gl.tensor  # position of the first row
     step: gl.tensor  # from one row's position to the next's
-    tiles: gl.tensor  # all tiles
+    begin: gl.tensor  # the item's first tile: 0, or (SPLIT) its part's
+    tiles: gl.tensor  # all tiles, or (SPLIT) the end of its part
     exact: gl.tensor  # tiles of exact keys
     masked: gl.tensor  # masked tiles among the exact ones
     masked_block: gl.tensor  # key block of the first masked tile
@@ -121,7 +125,11 @@ def item_of(entry, work, PLAN: gl.constexpr):
             pair = item % (work.batch * work.heads) // work.group
         h = pair % key_heads * work.group + item % work.group
         b = pair // key_heads
-    return Item(b, h, h // work.group, tile, tail, list_tiles)
+    part = 0
+    if PLAN.split:
+        part = tile % work.parts
+        tile = tile // work.parts
+    return Item(b, h, h // work.group, tile, tail, list_tiles, part)
 
 
 @gluon.jit
@@ -136,14 +144,18 @@ def packed_before(row, item, work):
 @gluon.jit
 def extent_of(item, work, PLAN: gl.constexpr):
     """Return an item's key tiles. With packed keys, an item may span two blocks of 128 rows; it then has the
-    key tiles of both."""
+    key tiles of both. A part needs at least one tile: the launch has no more parts than tiles."""
     step = gl.where(item.tail, 1, work.step)
     first = gl.where(item.tail, work.tail_row0, work.row0) + step * item.tile * PLAN.rows
     end = gl.minimum(first + step * (PLAN.rows - 1), work.keys - 1) // TILE + 1
     masked_block = gl.minimum((first + 1) // TILE, end - 1)
+    begin = 0
     tiles = end
     exact = end
     exact_block = 0
+    if PLAN.split:
+        begin = end * item.part // work.parts
+        tiles = end * (item.part + 1) // work.parts
     if PLAN.listed:
         tiles = item.list_tiles
         exact = item.list_tiles
@@ -154,7 +166,7 @@ def extent_of(item, work, PLAN: gl.constexpr):
         masked_block = gl.maximum(masked_block, exact_block)
         exact = end - exact_block
         tiles = exact + (packed + TILE - 1) // TILE
-    return Extent(first, step, tiles, exact, end - masked_block, masked_block, exact_block)
+    return Extent(first, step, begin, tiles, exact, end - masked_block, masked_block, exact_block)
 
 
 @gluon.jit
@@ -222,7 +234,7 @@ def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
             + item.h.to(gl.int64) * lists.stride_ih
             + item.tile * lists.stride_in
         )
-        for i in range(extent.tiles):
+        for i in range(extent.begin, extent.tiles):
             if PLAN.listed:  # the diagonal tile is last in the list and is computed first
                 row = gl.load(list_ptr + gl.where(i == 0, extent.tiles - 1, i - 1)).to(gl.int32) * TILE
             else:

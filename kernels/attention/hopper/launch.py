@@ -1,4 +1,4 @@
-"""Launches the Hopper attention kernel: TMA descriptors, order of the work items, grid."""
+"""Launches the Hopper attention kernel: TMA descriptors, split keys, order of the work items, grid."""
 
 from functools import cache
 
@@ -11,6 +11,7 @@ from deltafront.kernels.attention.hopper.hopper_plan import (
     ONE_HEAD_FIRST,
     plan_of,
 )
+from deltafront.kernels.attention.hopper.split import few, merge_parts, parts_of
 from deltafront.kernels.attention.inputs import PackedKeys, QueryRows
 from deltafront.kernels.constants import BLOCK, LOG2E
 from deltafront.kernels.hopper.host import TileDescriptor, is_hopper, multiprocessors
@@ -43,13 +44,21 @@ def launch(
     mask: TileMask | None,
     packed: PackedKeys | None,
 ) -> None:
-    """Run `attention.launch.launch` with the Hopper kernel. Inputs must satisfy `takes`."""
+    """Run `attention.launch.launch` with the Hopper kernel. Inputs must satisfy `takes`.
+
+    Where the items would leave half of the multiprocessors idle, their keys are split.
+    """
     batch, heads, count, dim = rows.q_BHRD.shape
     kind = {"listed": mask is not None, "packed": packed is not None}
     item_rows = plan_of(dim, **kind).rows
     tiles = cdiv(count, item_rows)
     tail_tiles = 0 if tail is None else cdiv(tail.q_BHRD.shape[2], item_rows)
     items = batch * heads * (tiles + tail_tiles)
+    programs = multiprocessors(x.q_BHTD.device)
+    if mask is None and packed is None and few(items, programs):
+        for each in (rows,) if tail is None else (rows, tail):
+            _launch_split(x, each, programs)
+        return
     q, out = _descriptor(rows.q_BHRD, WARPGROUP_ROWS), _descriptor(rows.out_BHRD, WARPGROUP_ROWS)
     k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
     tail_rows: tuple[TileDescriptor, ...] = (q, out)
@@ -57,7 +66,6 @@ def launch(
     if tail is not None:
         own = (_descriptor(t, WARPGROUP_ROWS) for t in (tail.q_BHRD, tail.out_BHRD))
         tail_rows, tail_row0 = tuple(own), tail.row0
-    programs = multiprocessors(x.q_BHTD.device)
     order = _order(x, rows, mask, items // programs)
     unused = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
     runs: tuple[TileDescriptor, ...] = (k, v, k)
@@ -70,7 +78,7 @@ def launch(
         index, list_strides = mask.index_BHNM, strides(mask.index_BHNM)
         counts = by_length(mask) if order == BY_LENGTH else mask.count_BHN.contiguous()
     counter = torch.zeros(1, dtype=torch.int32, device=x.q_BHTD.device)
-    tensors = (q, k, v, out, *tail_rows, *runs, offsets, index, counts, counter)
+    tensors = (q, k, v, out, *tail_rows, *runs, offsets, index, counts, counter, counter)
     sizes = (items, batch, heads, x.group, tiles, tail_tiles, x.k_BGSD.shape[2], rows.row0, rows.step)
     _attend[(min(items, programs),)](
         *tensors,
@@ -78,10 +86,41 @@ def launch(
         *sizes,
         tail_row0,
         *run_sizes,
+        1,
+        count,
         x.scale * LOG2E,
         PLAN=plan_of(dim, **kind, order=order),
         num_warps=4,
     )
+
+
+def _launch_split(x: AttentionInput, rows: QueryRows, programs: int) -> None:
+    """Compute attention of few rows over all causal keys in parts, and merge these."""
+    batch, heads, count, dim = rows.q_BHRD.shape
+    plan, keys = plan_of(dim, order=LONGEST_ROWS_FIRST, split=True), x.k_BGSD.shape[2]
+    tiles = cdiv(count, plan.rows)
+
+    def key_tiles(row: int) -> int:
+        return min(rows.row0 + rows.step * row, keys - 1) // BLOCK + 1
+
+    parts = parts_of(
+        batch * heads * tiles, key_tiles(tiles * plan.rows - 1), key_tiles(plan.rows - 1), programs
+    )
+    part_PHRD = rows.q_BHRD.new_empty(batch * parts, heads, count, dim)
+    lse_PHR = rows.q_BHRD.new_empty(batch * parts, heads, count, dtype=torch.float32)
+    q, out = (_descriptor(t, WARPGROUP_ROWS) for t in (rows.q_BHRD, part_PHRD))
+    k, v = (_descriptor(t, BLOCK) for t in (x.k_BGSD, x.v_BGSD))
+    counter = torch.zeros(1, dtype=torch.int32, device=x.q_BHTD.device)
+    items = batch * heads * tiles * parts
+    _attend[(min(items, programs),)](
+        *(q, k, v, out, q, out, k, v, k, counter, counter, counter, counter, lse_PHR),
+        *(0, 0, 0, items, batch, heads, x.group, tiles * parts, 0, keys, rows.row0, rows.step),
+        *(0, 0, BLOCK, 0, parts, count),
+        x.scale * LOG2E,
+        PLAN=plan,
+        num_warps=4,
+    )
+    merge_parts(part_PHRD, lse_PHR, rows.out_BHRD)
 
 
 def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:

@@ -34,11 +34,12 @@ class Seen(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The tiles of an item that need a mask: those before masked_end, and those from unmasked_end on. tiles:
-    number of all tiles."""
+    """The tiles of an item that need a mask: those before masked_end, and those from unmasked_end on. begin
+    and tiles: first tile and end of all tiles."""
 
     masked_end: gl.tensor
     unmasked_end: gl.tensor
+    begin: gl.tensor
     tiles: gl.tensor
 
 
@@ -78,7 +79,10 @@ def seen_by(item, extent, work, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
         exact_from, packed = packed_before(row, item, work)
         masked_end = gl.minimum(extent.masked + exact_from // TILE - extent.exact_block, extent.exact)
         unmasked_end = extent.exact + packed // TILE
-    return Seen(position, extent, exact_from, packed), Ends(masked_end, unmasked_end, extent.tiles)
+    if PLAN.split:
+        masked_end = gl.minimum(gl.maximum(masked_end, extent.begin + 1), extent.tiles)
+    ends = Ends(masked_end, unmasked_end, extent.begin, extent.tiles)
+    return Seen(position, extent, exact_from, packed), ends
 
 
 @gluon.jit

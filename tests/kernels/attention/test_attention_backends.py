@@ -91,6 +91,7 @@ def test_dense_and_block_sparse_on_the_cpu_equal_the_oracle(shape: dict[str, int
         assert_rows_close(block_sparse.cpu_attend(x, mask), reference_attention(x, table_of(x, mask)))
 
 
+@pytest.mark.usefixtures("split_keys")
 def test_dense_attention_takes_any_chunk_start_and_large_logits() -> None:
     whole = random_input(300, q_heads=4, kv_heads=2)
     x = chunk_of(whole, 37, 291)
@@ -104,6 +105,7 @@ def test_dense_attention_takes_any_chunk_start_and_large_logits() -> None:
         assert_rows_close(dense.kernel_attend(y).cpu(), expected, factor=2)
 
 
+@pytest.mark.usefixtures("split_keys")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("start", [127, 255])
 def test_attention_is_correct_if_a_rows_first_tile_is_fully_masked(start: int, head_dim: int) -> None:
@@ -167,6 +169,7 @@ def best_of(mask: TileMask, share: float) -> torch.Tensor:
     return best
 
 
+@pytest.mark.usefixtures("split_keys")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_kernels_equal_the_cpu_versions(shape: dict[str, int], dtype: torch.dtype) -> None:
@@ -222,6 +225,7 @@ def test_merged_key_kernel_has_the_same_exact_keys_as_the_cpu_version(critical: 
             assert_rows_close(found.cpu(), expected[:, :, start:])
 
 
+@pytest.mark.usefixtures("split_keys")
 def test_kernels_take_queries_and_keys_stored_token_by_token() -> None:
     """Models store (batch, tokens, heads, D). The test also uses an odd row stride."""
     x = random_input(300, q_heads=4, kv_heads=2, device=DEVICE, dtype=torch.float16)

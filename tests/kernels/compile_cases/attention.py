@@ -8,7 +8,7 @@ import torch
 
 from deltafront.kernels import correction
 from deltafront.kernels.attention import flash
-from deltafront.kernels.attention.hopper import attention, hopper_plan
+from deltafront.kernels.attention.hopper import attention, hopper_plan, split
 from deltafront.kernels.attention.packed import delta_xattention_kernel, pack
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
@@ -64,14 +64,15 @@ def hopper_case(
         **dict.fromkeys(("counter_ptr", "packed_ptr"), "*i32"),
         **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "items", "batch", "heads"), "i32"),
         **dict.fromkeys(("group", "tiles", "tail_tiles", "keys", "row0", "step", "tail_row0"), "i32"),
-        **dict.fromkeys(("critical", "chunk", "chunk_slots"), "i32"),
+        **dict.fromkeys(("critical", "chunk", "chunk_slots", "parts", "rows"), "i32"),
+        "lse_ptr": "*fp32" if plan.split else "*i32",
         "scale": "fp32",
     }
     return attention.hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
 
 
 HOPPER_CASES = [
-    *(hopper_case(dim) for dim in (64, 128)),
+    *(hopper_case(dim, split=split) for dim in (64, 128) for split in (False, True)),
     *(hopper_case(dim, listed=True) for dim in (64, 128)),
     *(hopper_case(dim, packed=True) for dim in (64, 128)),
     hopper_case(64, listed=True, order=hopper_plan.BY_LENGTH),
@@ -140,4 +141,12 @@ ADD_TYPES = {"out_ptr": "*bf16", "difference_ptr": "*fp32", **dict.fromkeys(ADD_
 
 ADD_CASES = [(correction.add_kernel, ADD_TYPES, {"D": 128, "ROWS": 64})]
 
-COMPILE_CASES = [*FLASH_CASES, *HOPPER_CASES, *MIXED_CASES, *PACK_CASES, *ADD_CASES]
+MERGE_TYPES = {
+    **dict.fromkeys(("part_ptr", "out_ptr"), "*bf16"),
+    "lse_ptr": "*fp32",
+    **dict.fromkeys(("stride_ob", "stride_oh", "stride_or", "heads", "rows", "parts"), "i32"),
+}
+
+MERGE_CASES = [(split.merge_parts_kernel, MERGE_TYPES, {"D": 128, "ROWS": 16})]
+
+COMPILE_CASES = [*FLASH_CASES, *HOPPER_CASES, *MIXED_CASES, *PACK_CASES, *ADD_CASES, *MERGE_CASES]
