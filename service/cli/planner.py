@@ -27,7 +27,7 @@ MOST_GPUS = 16
 """The most GPUs of a host."""
 _LEAST_TOKENS = 256
 """The smallest KV cache in tokens, which `decode.warm_up` needs."""
-_CHUNK_TOKENS = 16_384
+_CHUNK_TOKENS = 8_192
 _APPEND_CHUNK_TOKENS = 512
 _THREADS = 4
 _CPUS = 1
