@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..builder import IMAGE as builder_image
 from ..builder import REDIS as builder_redis
 from ..builder import Builder, build_redis
 from ..manifests import Object
+from .guide import Guide
 from .kube import (
     ASKING,
     CLIENTS,
@@ -27,11 +28,11 @@ from .kube import (
     NAMESPACE,
     REDIS,
     STRANGERS,
-    TOKEN,
     Kube,
     client_pod,
     group_of,
     is_ready,
+    names,
     small,
 )
 
@@ -88,10 +89,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Deployed:
-    """The service, and clients in namespaces with and without access."""
+    """The service, and clients in namespaces with and without access. answer: what the guide's last command
+    printed."""
 
     kube: Kube
     folder: Path
+    answer: str = ""
+
+    @property
+    def guide(self) -> Guide:
+        return Guide(self.folder, MAKER)
 
     def apply(self, *components: str, **changes: dict[str, Any]) -> list[Object]:
         objects = small(self.folder, changes, *components)
@@ -125,9 +132,8 @@ class Deployed:
         def lines() -> list[str]:
             return kube("-n", CLIENTS, "logs", name, check=False).splitlines()
 
-        kube.apply(
-            client_pod(name, CLIENTS, "python", "-c", ASKING.read_text(), "deltafront.deltafront:9000")
-        )
+        command = ("python", "-c", ASKING.read_text(), "deltafront.deltafront:9000")
+        kube.apply(client_pod(name, CLIENTS, *command, token=kube.token()))
         kube.until(lambda: len(lines()) >= 2, "a first answer to each client")
         try:
             yield load
@@ -150,16 +156,28 @@ class Deployed:
 
 
 def record(what: str, load: Load, usual: float) -> None:
-    if RESULT is None:
-        return
     pauses = {"longest_pause_s": round(load.pause, 2), "median_pause_s": round(usual, 2)}
-    line = {"fault": what, "requests": load.requests, "lost": len(load.lost)} | pauses
-    with Path(RESULT).open("a") as file:
-        file.write(json.dumps(line | {"load_average": os.getloadavg()[0]}) + "\n")
+    recorded({"fault": what, "requests": load.requests, "lost": len(load.lost)} | pauses)
+
+
+def recorded(line: dict[str, Any]) -> None:
+    if RESULT is not None:
+        with Path(RESULT).open("a") as file:
+            file.write(json.dumps(line | {"load_average": os.getloadavg()[0]}) + "\n")
 
 
 def phase(kube: Kube, name: str) -> str:
     return kube("-n", CLIENTS, "get", "pod", name, "-o", "jsonpath={.status.phase}")
+
+
+def active(deployed: Deployed) -> str:
+    return str(deployed.kube.service()["status"]["activeServiceStatus"]["rayClusterName"])
+
+
+def ready_of(deployed: Deployed, group: str) -> list[Object]:
+    """Return the ready pods of the cluster that serves."""
+    pods = [one for one in deployed.kube.pods(group) if is_ready(one)]
+    return [one for one in pods if one["metadata"]["labels"]["ray.io/cluster"] == active(deployed)]
 
 
 @pytest.fixture(scope="session")
@@ -173,15 +191,20 @@ def applied(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
         enforced = {"pod-security.kubernetes.io/enforce": "restricted"}
         metadata = {"name": name, "labels": enforced | labels}
         kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
-    for name, content in (
-        ("deltafront-tokens", {"tokens": TOKEN}),
-        ("deltafront-redis", {"password": "secret"}),
-    ):
-        metadata = {"name": name, "namespace": NAMESPACE}
-        kube.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": content})
     deployed = Deployed(kube, tmp_path_factory.mktemp("overlay"))
-    deployed.apply()
-    return deployed
+    small(deployed.folder, {})
+    guide = deployed.guide
+    if "deltafront-tokens" not in names(kube.get("secrets")):  # else the cluster is kept
+        guide.run("kubectl -n deltafront create secret")
+    guide.run("kubectl kustomize")
+    began = time.monotonic()
+    guide.run("kubectl -n deltafront wait")
+    ready_s = time.monotonic() - began
+    answer = guide.run("kubectl -n deltafront port-forward", "deltafront generate")
+    times = {"ready_s": round(ready_s, 1), "first_answer_s": round(time.monotonic() - began, 1)}
+    print(f"\nafter `kubectl apply`: {times}")
+    recorded({"fault": "none, from an empty namespace"} | times)
+    return replace(deployed, answer=answer)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ clients."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -18,8 +19,8 @@ from ..manifests import KUBERNETES, Object
 from ..test_serve_config import generator
 
 NAMESPACE, CLIENTS, STRANGERS = "deltafront", "clients", "strangers"
-TOKEN = "of-a-test"
-IMAGE, REDIS = "docker.io/library/deltafront:cpu", "docker.io/library/redis:7.4"
+REGISTRY = "docker.io/library"
+IMAGE, REDIS = f"{REGISTRY}/deltafront:cpu", f"{REGISTRY}/redis:7.4"
 ASKING = Path(__file__).with_name("asking.py")
 WAIT_S = 900.0
 """The longest wait for any event, long enough for a busy machine."""
@@ -81,6 +82,11 @@ class Kube:
                 raise AssertionError(f"{what}: not after {seconds:.0f} s\n{said}\n{self.reason()}")
             time.sleep(POLL_S)
         return found
+
+    def token(self) -> str:
+        """Return the clients' token, which the guide's command has made."""
+        given = ("get", "secret", "deltafront-tokens", "-o", "jsonpath={.data.tokens}")
+        return base64.b64decode(self("-n", NAMESPACE, *given)).decode()
 
     def reason(self) -> str:
         """Return the deployments' messages from `kubectl describe rayservice`."""
@@ -146,20 +152,21 @@ def small(folder: Path, changes: Mapping[str, Mapping[str, Any]], *components: s
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
     done = subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, text=True)
-    return list(yaml.safe_load_all(done.stdout))
+    text = done.stdout.replace("image: deltafront:", f"image: {REGISTRY}/deltafront:")  # as the guide does
+    return list(yaml.safe_load_all(text))
 
 
 def relative(path: Path, start: Path) -> str:
     return os.path.relpath(path.resolve(), start.resolve())
 
 
-def client_pod(name: str, namespace: str, *command: str) -> Object:
+def client_pod(name: str, namespace: str, *command: str, token: str = "") -> Object:
     """Make a client's pod that fits Pod Security `restricted`."""
     container = {
         "name": "client",
         "image": IMAGE,
         "command": list(command),
-        "env": [{"name": "DELTAFRONT_TOKEN", "value": TOKEN}],
+        "env": [{"name": "DELTAFRONT_TOKEN", "value": token}],
         "securityContext": RESTRICTED,
         "resources": {"requests": {"cpu": "10m", "memory": "100Mi"}},
     }

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from .conftest import Deployed
+from .conftest import Deployed, active, ready_of
 from .kube import CLIENTS, NAMESPACE, RESTRICTED, STRANGERS, Kube, client_pod
 
 RAY = ("headgroup", "door", "prefill", "decode")
@@ -110,3 +111,87 @@ def test_ray_pods_write_no_root_and_have_no_token(deployed: Deployed) -> None:
         said = kube("-n", NAMESPACE, "exec", name, "--", "bash", "-c", script)
         assert said.count("Read-only file system") == 2 and "No such file" in said, said
         assert said.splitlines()[-1] == str(RESTRICTED["runAsUser"])
+
+
+LISTENING = """
+import json, os, pathlib
+owners = {}
+for entry in pathlib.Path('/proc').glob('[0-9]*'):
+    try:
+        name = ' '.join((entry / 'cmdline').read_text().split(chr(0)))[:200]
+        for link in (entry / 'fd').iterdir():
+            owners[os.readlink(link)] = name
+    except OSError:
+        continue
+found = set()
+for table in ('tcp', 'tcp6'):
+    for line in pathlib.Path('/proc/net', table).read_text().splitlines()[1:]:
+        words = line.split()
+        address, port = words[1].rsplit(':', 1)
+        if words[3] == '0A' and address not in ('0100007F', '0' * 24 + '01000000'):
+            found.add((int(port, 16), owners.get(f'socket:[{words[9]}]', '')))
+print(json.dumps(sorted(found)))
+"""
+"""Prints the ports that listen beyond loopback, each with its process."""
+WITHOUT_CERTIFICATE = r"""
+import json, socket, ssl, sys
+from concurrent.futures import ThreadPoolExecutor
+context = ssl._create_unverified_context()
+def answers(target):
+    try:
+        with socket.create_connection(tuple(target), 5.0) as plain:
+            plain.sendall(b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes(3) + b'\x04' + bytes(5))
+            said = plain.recv(1)
+    except OSError:
+        said = b''
+    if said not in (b'', bytes([21])):  # 21: an alert of TLS
+        return 'plain'
+    try:
+        with socket.create_connection(tuple(target), 5.0) as plain, context.wrap_socket(plain) as secured:
+            secured.recv(1)
+            return 'no certificate'
+    except TimeoutError:
+        return 'no certificate'
+    except (ssl.SSLError, OSError) as error:
+        return ''
+with ThreadPoolExecutor(32) as pool:
+    print(json.dumps([*pool.map(answers, json.loads(sys.argv[1]))]))
+"""
+"""Prints how each port answers a client without a certificate: not at all ('') is right."""
+UNENCRYPTED = {
+    8265: "dashboard",
+    8080: "metrics",
+    52365: "dashboard agent",
+    9464: "metrics of a door",
+    **dict.fromkeys((8000, 9000), "doors"),
+}
+
+
+def test_with_tls_rays_ports_refuse_clients_without_a_certificate(deployed: Deployed) -> None:
+    """The change to TLS is an upgrade: a second cluster takes over."""
+    kube = deployed.kube
+    if not kube.get("deployments", "-A", "-l", "app.kubernetes.io/name=cert-manager"):
+        pytest.skip("cert-manager is not installed")
+    before = active(deployed)
+    with deployed.load("upgrade to tls") as load:
+        deployed.apply("tls")
+        kube.until(lambda: active(deployed) != before, "the cluster with TLS serves")
+    assert not load.lost
+    of_cluster = {group: ready_of(deployed, group)[0] for group in RAY}
+    (asker, *_) = ready_of(deployed, "door")
+    wrong = []
+    for group, pod in of_cluster.items():
+        name, address = pod["metadata"]["name"], pod["status"]["podIP"]
+        ports = inside(kube, name, LISTENING)
+        targets = [(address, port) for port, _ in ports]
+        found = inside(kube, asker["metadata"]["name"], WITHOUT_CERTIFICATE, targets)
+        for (port, process), how in zip(ports, found, strict=True):
+            print(f"{group} {port} {how or 'refused'}: {process}")
+            if how and port not in UNENCRYPTED:
+                wrong.append(f"{group} {port}: {how}, {process}")
+    assert not wrong, wrong
+
+
+def inside(kube: Kube, pod: str, script: str, *arguments: object) -> Any:
+    command = ("python", "-c", script, *map(json.dumps, arguments))
+    return json.loads(kube("-n", NAMESPACE, "exec", pod, "--", *command).splitlines()[-1])

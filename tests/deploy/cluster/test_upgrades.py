@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..manifests import Object
-from .conftest import Deployed
-from .kube import is_ready
+from .conftest import Deployed, active, ready_of
 
 QUICK = {"max_groups": 2, "backlog_s": 0.01, "cpus_per_stage": 1.2}
 """A pod has 2 CPUs for Ray, so a second group needs a second pod."""
@@ -59,13 +57,3 @@ def apply(deployed: Deployed, *, autoscaling: bool) -> None:
 def pending(deployed: Deployed) -> str:
     status = deployed.kube.service()["status"].get("pendingServiceStatus", {})
     return str(status.get("rayClusterName", ""))
-
-
-def active(deployed: Deployed) -> str:
-    return str(deployed.kube.service()["status"]["activeServiceStatus"]["rayClusterName"])
-
-
-def ready_of(deployed: Deployed, group: str) -> list[Object]:
-    """Count the ready pods of the cluster that serves."""
-    pods = [one for one in deployed.kube.pods(group) if is_ready(one)]
-    return [one for one in pods if one["metadata"]["labels"]["ray.io/cluster"] == active(deployed)]
