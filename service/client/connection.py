@@ -16,9 +16,10 @@ CHANNEL = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),  # gRPC uses this as the timeout of connecting, too
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # Pings detect that a machine is gone. Servers accept one in 5 minutes.
-    ("grpc.keepalive_time_ms", 330_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    # Pings detect that a machine is gone; gRPC sends one a minute at most. HAProxy and the TLS port answer
+    # all, but gRPC's servers by default close the connection at the third within 5 minutes.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),  # any number
 )
 _UNREACHABLE = ("failed to connect", "errors resolving", "name resolution", "dns resolution")

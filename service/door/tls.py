@@ -152,7 +152,10 @@ class TlsPort:
         files.check()
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=max_calls,
-            options=[("grpc.max_receive_message_length", max_message_bytes)],
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.http2.max_ping_strikes", 0),  # any number: clients ask whether this machine lives
+            ],
         )
         servicer = _Servicer(door, gate)
         entrance = Entrance(max_message_bytes, door, gate.marked, _WATCHES_PER_CONNECTION)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,6 +136,30 @@ def test_mutual_tls_requires_a_client_certificate(
     for tls in (Tls(authority.ca), Tls(authority.ca, *stranger.sign("ann"))):
         with DeltafrontClient(address, tls=tls, retry_s=0) as client, pytest.raises(Unavailable):
             client.info()
+
+
+def test_tls_port_answers_any_number_of_pings(
+    secure: Callable[..., tuple[House, str]], authority: Authority
+) -> None:
+    """Clients ping while they wait; gRPC's servers by default close the connection at the third ping."""
+    _, address = secure()
+    host, _, port = address.partition(":")
+    context = ssl.create_default_context(cafile=authority.ca)
+    context.set_alpn_protocols(["h2"])
+    settings_frame, ping = bytes(3) + b"\x04" + bytes(5), b"\x00\x00\x08\x06" + bytes(5 + 8)
+    pong = b"\x00\x00\x08\x06\x01" + bytes(4 + 8)
+    with (
+        socket.create_connection((host, int(port)), HANG_S) as plain,
+        context.wrap_socket(plain, server_hostname=host) as connection,
+    ):
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings_frame)
+        received = b""
+        for number in range(10):
+            connection.sendall(ping)
+            while received.count(pong) <= number:
+                more = connection.recv(1 << 16)
+                assert more, received
+                received += more
 
 
 def test_refuses_requests_that_are_not_encrypted(
