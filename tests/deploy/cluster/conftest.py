@@ -37,8 +37,8 @@ from .kube import (
 )
 
 MAKER = os.environ.get("CLUSTER_UP")
-"""A program with the commands `--nodes 2 --mtls up` (with cert-manager), `down`, `import ARCHIVE…`, `off NODE`;
-`kubectl …` and `run COMMAND…` in the nodes' network."""
+"""A program with the commands `--nodes 2 --mtls up` (with cert-manager), `down`, `import ARCHIVE…`,
+`off NODE`; `kubectl …` and `run COMMAND…` in the nodes' network."""
 RESULT = os.environ.get("CLUSTER_RESULT")
 """A file that gets a line of JSON for each fault."""
 
