@@ -22,7 +22,7 @@ NAMESPACE, CLIENTS, STRANGERS = "deltafront", "clients", "strangers"
 REGISTRY = "docker.io/library"
 IMAGE, REDIS = f"{REGISTRY}/deltafront:cpu", f"{REGISTRY}/redis:7.4"
 ASKING = Path(__file__).with_name("asking.py")
-WAIT_S = 300.0
+WAIT_S = 900.0
 """The longest wait for any event, long enough for a busy machine."""
 POLL_S = 2.0
 """The pause between two looks at the cluster: kubectl takes CPU from the pods."""
