@@ -1,4 +1,4 @@
-"""Claude Code, Codex and opencode, from npm, without their clouds: a tool call, its result, the answer."""
+"""Claude Code, Codex, opencode and cline, from npm, without their clouds: a tool call, its result, the answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 from npm import FOLDER, installed
 from rows import ANSWER, BASE, MODEL, QUESTION, case, main
 
-PACKAGES = ("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.171.0", "opencode-ai@1.18.33")
+PACKAGES = (
+    "@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.171.0", "opencode-ai@1.18.33", "cline@3.0.65",
+)  # fmt: skip
 PROVIDER = f'{{name="door", base_url="{BASE}/v1", wire_api="responses"}}'
 CODEX = {
     "model": MODEL, "model_provider": "door", "model_providers.door": PROVIDER,
@@ -67,7 +69,19 @@ def opencode() -> None:
     assert [part["text"] for part in parts if part["type"] == "text"] == [ANSWER], said
 
 
-for agent in (claude_code, codex, opencode) if installed(*PACKAGES) else ():
+def cline() -> None:
+    provider = ("-p", "openai-compatible", "-k", "any", "-m", MODEL, "-b", f"{BASE}/v1")
+    with tempfile.TemporaryDirectory() as data:  # in a folder of its own it starts no daemon
+        run("cline", "auth", *provider, "--data-dir", data)
+        said = run("cline", "--json", "--data-dir", data, QUESTION)
+    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    done = [event["event"] for event in events if event.get("event", {}).get("type") == "content_end"]
+    results = [part["output"][0]["success"] for part in done if part["contentType"] == "tool"]
+    assert results == [True], said
+    assert (events[-1]["text"], events[-1]["iterations"]) == (ANSWER, 2), said
+
+
+for agent in (claude_code, codex, opencode, cline) if installed(*PACKAGES) else ():
     case(agent)
 
 

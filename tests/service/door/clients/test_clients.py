@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,15 @@ from ...inprocess import House, settings
 from ..test_tools import call, model_with_tools
 
 HERE = Path(__file__).parent
-REQUIREMENTS = HERE / "requirements.txt"
-OLDER = ("litellm_proxy", "llama_index")
-"""Clients that need packages older than the others do, so they have an environment of their own."""
+ENVIRONMENTS = {"litellm_proxy": "older", "llama_index": "older", "aider": "aider", "benchmarks": "benchmarks"}
+"""The environments, by their file of requirements, of clients that need other versions than most."""
 MODEL = "owner/tiny"
 ARGUMENTS = '{"city": "Rome", "days": 3}'
 _COMMAND = '{"command": "true", "description": "t"}'
-COMMANDS = {"Bash": _COMMAND, "bash": _COMMAND, "exec_command": '{"cmd": "true"}'}
-"""Calls of Claude Code's, opencode's and Codex' tools."""
+COMMANDS = {
+    "Bash": _COMMAND, "bash": _COMMAND, "exec_command": '{"cmd": "true"}', "run_commands": '{"commands": ["true"]}',
+}  # fmt: skip
+"""Calls of Claude Code's, opencode's, Codex' and cline's tools."""
 CLIENTS = sorted(path.stem.removeprefix("run_") for path in HERE.glob("run_*.py"))
 _TOOLS, _TOOLS_END = "[tools:", "<tool_call>\n]"
 
@@ -64,8 +66,8 @@ def script_for(prompt: str, form: bool) -> str:
 
 @pytest.fixture
 def clients_python(client: str) -> Path:
-    older = client in OLDER
-    return python_with(HERE / "older.txt", "clients-older") if older else python_with(REQUIREMENTS, "clients")
+    own = ENVIRONMENTS.get(client)
+    return python_with(HERE / f"{own or 'requirements'}.txt", f"clients-{own}" if own else "clients")
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def address(
 def test_every_call_of_a_public_client_works_or_is_refused_by_name(
     clients_python: Path, client: str, address: str
 ) -> None:
-    command = [clients_python, HERE / f"run_{client}.py", address, MODEL]
+    command = [clients_python, HERE / f"run_{client}.py", address, MODEL, sysconfig.get_path("purelib")]
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
     rows = [json.loads(line[5:]) for line in ran.stdout.splitlines() if line.startswith("row: ")]
