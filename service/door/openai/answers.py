@@ -193,7 +193,7 @@ class Reply:
 
     def _chunk(self, choice: Json, usage: Usage, **more: Any) -> Json:
         shown: Json = {"usage": None} if self.options.include_usage else {}
-        if self.options.continuous_usage_stats:
+        if shown and self.options.continuous_usage_stats:
             shown = {"usage": _usage(usage, self.context.splitter.reasoning_tokens)}
         return self._object(self.endpoint.chunk_type, [choice], **shown, **more)
 

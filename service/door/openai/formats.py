@@ -26,15 +26,16 @@ def _of_format(given: Mapping[str, Any]) -> Constraint | None:
     kind = given.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
-        return Constraint(json_schema=json.dumps(_ANY_OBJECT))
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         said = shown(kind) if isinstance(kind, str) else repr(kind)[:64]
         raise InvalidArgument("response_format.type", f"{said} must be text, json_object or json_schema")
-    wrapped = given.get("json_schema")
+    # llama.cpp's clients put a schema beside json_object.
+    wrapped, path = given.get("json_schema"), "response_format.json_schema.schema"
+    if kind == "json_object":
+        wrapped, path = given, "response_format.schema"
     schema = wrapped.get("schema", _ANY_OBJECT) if isinstance(wrapped, Mapping) else None
     if not isinstance(schema, Mapping):
-        raise InvalidArgument("response_format.json_schema.schema", "must be a JSON schema")
+        raise InvalidArgument(path, "must be a JSON schema")
     return Constraint(json_schema=json.dumps(schema))
 
 

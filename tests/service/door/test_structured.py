@@ -55,6 +55,11 @@ def test_response_format_json_object_begins_with_a_brace(api: openai.OpenAI) -> 
     assert chat(api, response_format={"type": "json_object"}).choices[0].message.content[0] == "{"
 
 
+def test_json_object_with_llama_cpps_schema_is_constrained_by_it(api: openai.OpenAI) -> None:
+    asked = {"type": "json_object", "schema": {"const": 42}}
+    assert chat(api, response_format=asked, max_tokens=9).choices[0].message.content == "42"
+
+
 def test_response_format_text_does_not_constrain_the_answer(api: openai.OpenAI, house: House) -> None:
     chat(api, response_format={"type": "text"})
     assert not house.decode.reservations[-1].options.constraint
@@ -81,6 +86,7 @@ def test_answer_matches_vllms_structured_outputs_field(api: openai.OpenAI, given
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "must be text, json_object or"),
         ({"response_format": of_schema(3)}, "response_format.json_schema.schema", "must be a JSON schema"),
+        ({"response_format": {"type": "json_object", "schema": 3}}, "response_format.schema", "must be a JSON"),
         ({"response_format": of_schema({"type": "objekt"})}, "response_format", "Invalid type: objekt"),
         ({"response_format": of_schema({"enum": ["x" * 300_000]})}, "response_format", "at most 262144"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
