@@ -61,7 +61,7 @@ test-long: dev model vocabularies
 	$(BIN)/pytest -n 4 --long
 	$(BIN)/pytest -n 4 --ranks 2 tests/workers/decode tests/workers/kv
 
-# Clients of the HTTP APIs that others wrote, from PyPI into build/clients and build/clients-older; a part of test-long.
+# Clients of the HTTP APIs that others wrote, from PyPI and npm into build/clients…; a part of test-long.
 clients: dev
 	$(BIN)/pytest --long -s tests/service/door/clients
 
