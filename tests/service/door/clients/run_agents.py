@@ -1,4 +1,4 @@
-"""Claude Code, Codex, opencode and cline, from npm, without their clouds: a tool call, its result, the answer."""
+"""Claude Code, Codex, opencode and cline, from npm, without their clouds: a call, its result, the answer."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rows import ANSWER, BASE, MODEL, QUESTION, case, main, refusal
+from rows import ANSWER, BASE, MODEL, QUESTION, case, main
 
 OPTIONS = (
     "--no-git --no-check-update --analytics-disable --yes-always --no-show-model-warnings --no-pretty "

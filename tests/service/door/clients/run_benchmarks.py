@@ -57,7 +57,8 @@ def aiperf() -> None:
     program = str(Path(sys.executable).with_name("aiperf"))
     with tempfile.TemporaryDirectory() as home:
         run(
-            home, program, "profile", "--model", MODEL, "--url", BASE, "--endpoint-type", "chat", "--streaming",
+            home, program, "profile", "--model", MODEL, "--url", BASE, "--endpoint-type", "chat",
+            "--streaming",
             "--tokenizer", tokenizer(home), "--request-count", str(REQUESTS), "--concurrency", "2",
             "--synthetic-input-tokens-mean", str(PROMPT), "--output-tokens-mean", str(ANSWER),
             "--use-server-token-count", "--per-chunk-usage", "--ui-type", "none",

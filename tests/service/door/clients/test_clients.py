@@ -26,13 +26,16 @@ from ...inprocess import House, settings
 from ..test_tools import call, model_with_tools
 
 HERE = Path(__file__).parent
-ENVIRONMENTS = {"litellm_proxy": "older", "llama_index": "older", "aider": "aider", "benchmarks": "benchmarks"}
+ENVIRONMENTS = dict.fromkeys(("litellm_proxy", "llama_index"), "older") | {
+    "aider": "aider", "benchmarks": "benchmarks",
+}  # fmt: skip
 """The environments, by their file of requirements, of clients that need other versions than most."""
 MODEL = "owner/tiny"
 ARGUMENTS = '{"city": "Rome", "days": 3}'
 _COMMAND = '{"command": "true", "description": "t"}'
 COMMANDS = {
-    "Bash": _COMMAND, "bash": _COMMAND, "exec_command": '{"cmd": "true"}', "run_commands": '{"commands": ["true"]}',
+    "Bash": _COMMAND, "bash": _COMMAND, "exec_command": '{"cmd": "true"}',
+    "run_commands": '{"commands": ["true"]}',
 }  # fmt: skip
 """Calls of Claude Code's, opencode's, Codex' and cline's tools."""
 CLIENTS = sorted(path.stem.removeprefix("run_") for path in HERE.glob("run_*.py"))
