@@ -15,7 +15,7 @@ from deltafront.benchmarks import DEMO_TEXT
 from .browser import Page, chromium
 
 ADDRESS = "http://127.0.0.1:8000"
-CHARACTERS, QUESTION = 24_000, "What is the name of the narrator?"
+CHARACTERS, QUESTION = 12_000, "What is the name of the narrator?"
 WIDTH, HEIGHT = 640, 900
 
 
