@@ -5,7 +5,7 @@ from __future__ import annotations
 from deltafront.benchmarks.lab.mtrag import ASKED, prompts
 
 
-def test_a_conversations_prompts_share_the_passages_that_all_its_turns_need() -> None:
+def test_all_turns_of_a_conversation_share_its_passages() -> None:
     texts = {f"p{number}": f"fact {number} " + "filler " * 40 for number in range(30)}
 
     def turn(name: str, count: int, *needed: str) -> dict[str, object]:
