@@ -19,7 +19,8 @@ def launch(
     packed keys, compute it over all causal keys.
 
     Args:
-        tail: Further consecutive rows, computed densely. The Hopper kernel takes them in the same launch.
+        tail: Further consecutive rows, computed densely. The Hopper kernel takes them in the same launch
+            unless it splits keys.
         window: Sliding window in keys, including the row's own key. 0: no window.
     """
     check_launch(x)

@@ -16,7 +16,7 @@ from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.prefill.stage import warm_up
-from deltafront.workers.prefill.stage.warm_up import length_classes, prompt_lengths
+from deltafront.workers.prefill.stage.warm_up import length_classes, longest_dense_rows, prompt_lengths
 from deltafront.workers.settings import PrefillConfig
 
 from ..tiny_model import make_tiny_model, random_ids
@@ -78,6 +78,8 @@ def test_warm_up_prompts_have_full_partial_and_short_chunks() -> None:
     assert prompt_lengths(4096, 8192) == [2 * 8192 + 77, 77]
     assert prompt_lengths(4096, 512) == [9 * 512 + 77, 77]
     assert prompt_lengths(64, 128) == [2 * 128 + 77, 64]
+    assert longest_dense_rows(0, 128) == [3 * 128 - 1]
+    assert longest_dense_rows(4096, 8192) == [3 * 8192 - 1, 4096]
 
 
 def test_warm_up_prompt_lengths_double_up_to_the_longest() -> None:
