@@ -67,7 +67,7 @@ class OwnRows(NamedTuple):
 
 class Results(NamedTuple):
     """TMA descriptors of the output: one for an item's rows, one for tail rows. lse_ptr: (SPLIT) each row's
-    base-2 logarithm of its sum of weights, float32."""
+    base-2 log-sum-exp, float32."""
 
     out: tma.tensor_descriptor
     out_tail: tma.tensor_descriptor
@@ -168,10 +168,10 @@ def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
 
 @gluon.jit
 def _store_lse(lse_ptr, m_i, l_i, item, row0, work):
-    """Store the logarithms of a warpgroup's rows, from row0 on. A row without keys in this part gets
+    """Store the log-sum-exps of a warpgroup's rows, from row0 on. A row without keys in this split gets
     NEGATIVE."""
     row = row0 + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, scores_layout()))
-    head = ((item.b * work.parts + item.part) * work.heads + item.h).to(gl.int64)
+    head = ((item.b * work.splits + item.split) * work.heads + item.h).to(gl.int64)
     lse = gl.where(l_i > 0, m_i + gl.log2(l_i), NEGATIVE)
     gl.store(lse_ptr + head * work.rows + row, lse, mask=row < work.rows)
 
@@ -234,7 +234,7 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         if PLAN.split:
             _store_lse(results.lse_ptr, running.m_i, l_i, item, row0, work)
             l_i = gl.where(l_i > 0, l_i, 1.0)
-            b = item.b * work.parts + item.part
+            b = item.b * work.splits + item.split
         q_rows.store((acc / gl.convert_layout(l_i, gl.SliceLayout(1, acc.type.layout))[:, None]).to(dtype))
         fence_async_shared()
         place = [b, item.h, row0, 0]
@@ -250,7 +250,8 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
 
 
 _VARYING = (
-    "stride_ib stride_ih stride_in items tiles tail_tiles keys row0 tail_row0 critical chunk_slots parts rows"
+    "stride_ib stride_ih stride_in items tiles tail_tiles keys row0 tail_row0 critical chunk_slots splits"
+    " rows"
 ).split()
 
 
@@ -258,7 +259,7 @@ _VARYING = (
 def hopper_kernel(
     q, k, v, out, q_tail, out_tail, packed_k, packed_v, weight, packed_ptr, index_ptr, order_ptr, counter_ptr,
     lse_ptr, stride_ib, stride_ih, stride_in, items, batch, heads, group, tiles, tail_tiles,
-    keys, row0, step, tail_row0, critical, chunk, chunk_slots, parts, rows, scale,
+    keys, row0, step, tail_row0, critical, chunk, chunk_slots, splits, rows, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Run one program: allocate buffers and barriers, then start the producer and consumer warps. `Sources`,
@@ -266,7 +267,7 @@ def hopper_kernel(
     buffers = new_buffers(q, k, v, weight, PLAN)
     work = Work(
         items, batch, heads, group, tiles, tail_tiles, keys, row0, step, tail_row0, critical, chunk,
-        packed_ptr, chunk_slots, parts, rows,
+        packed_ptr, chunk_slots, splits, rows,
     )  # fmt: skip
     sources = Sources(q, k, v, q_tail, packed_k, packed_v, weight)
     lists = Lists(order_ptr, counter_ptr, index_ptr, stride_ib, stride_ih, stride_in)

@@ -34,7 +34,7 @@ class HopperPlan:
     l_i_in_threads: bool
     """Keep a separate sum of weights in each of a row's four threads until the item ends."""
     split: bool
-    """Cut each item's key tiles into parts, which are items of their own (`split.py`)."""
+    """Cut each item's key tiles into splits, which are items of their own (`split.py`)."""
 
     @property
     def rows(self) -> int:

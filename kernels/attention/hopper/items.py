@@ -4,7 +4,7 @@ An *item* is a tile of PLAN.rows rows of one query head. Items of tail rows come
 item as an int64: the item's number in the lower 32 bits, with LISTED the length of its tile list in the upper
 32. A negative entry ends the program. An item's key tiles come in this order: *masked* ones at the diagonal,
 other tiles of exact keys, tiles of packed keys. LISTED, PACKED and SPLIT are compile-time flags: over the
-tiles of a mask, over packed keys, a part of the tiles in each item.
+tiles of a mask, over packed keys, one split of the key tiles in each item.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,7 +25,7 @@ class Work(NamedTuple):
     batch: gl.tensor
     heads: gl.tensor
     group: gl.tensor  # query heads of a key head
-    tiles: gl.tensor  # items of a query head; (SPLIT) all parts of a tile of rows count
+    tiles: gl.tensor  # items of a query head; (SPLIT) all splits of a tile of rows count
     tail_tiles: gl.tensor  # tail items of a query head
     keys: gl.tensor
     row0: gl.tensor
@@ -35,7 +35,7 @@ class Work(NamedTuple):
     chunk: gl.tensor  # (PACKED) keys of a pack chunk
     packed_ptr: gl.tensor  # (PACKED) packed keys before each chunk, (B, G, C)
     chunk_slots: gl.tensor  # (PACKED) the size of dimension C
-    parts: gl.tensor  # (SPLIT) parts of an item's key tiles
+    splits: gl.tensor  # (SPLIT) splits of an item's key tiles
     rows: gl.tensor  # (SPLIT) rows of a query head
 
 
@@ -61,7 +61,7 @@ class Sources(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A decoded work item. list_tiles: (LISTED) number of tiles in its list. part: (SPLIT) which part."""
+    """A decoded work item. list_tiles: (LISTED) number of tiles in its list. split: (SPLIT) which split."""
 
     b: gl.tensor
     h: gl.tensor
@@ -69,14 +69,14 @@ class Item(NamedTuple):
     tile: gl.tensor
     tail: gl.tensor
     list_tiles: gl.tensor
-    part: gl.tensor
+    split: gl.tensor
 
 
 class Extent(NamedTuple):
     first: gl.tensor  # position of the first row
     step: gl.tensor  # from one row's position to the next's
-    begin: gl.tensor  # the item's first tile: 0, or (SPLIT) its part's
-    tiles: gl.tensor  # all tiles, or (SPLIT) the end of its part
+    begin: gl.tensor  # the item's first tile: 0, or (SPLIT) its split's
+    tiles: gl.tensor  # all tiles, or (SPLIT) the end of its split
     exact: gl.tensor  # tiles of exact keys
     masked: gl.tensor  # masked tiles among the exact ones
     masked_block: gl.tensor  # key block of the first masked tile
@@ -125,11 +125,11 @@ def item_of(entry, work, PLAN: gl.constexpr):
             pair = item % (work.batch * work.heads) // work.group
         h = pair % key_heads * work.group + item % work.group
         b = pair // key_heads
-    part = 0
+    split = 0
     if PLAN.split:
-        part = tile % work.parts
-        tile = tile // work.parts
-    return Item(b, h, h // work.group, tile, tail, list_tiles, part)
+        split = tile % work.splits
+        tile = tile // work.splits
+    return Item(b, h, h // work.group, tile, tail, list_tiles, split)
 
 
 @gluon.jit
@@ -144,7 +144,7 @@ def packed_before(row, item, work):
 @gluon.jit
 def extent_of(item, work, PLAN: gl.constexpr):
     """Return an item's key tiles. With packed keys, an item may span two blocks of 128 rows; it then has the
-    key tiles of both. A part needs at least one tile: the launch has no more parts than tiles."""
+    key tiles of both. A split needs at least one tile: the launch has no more splits than tiles."""
     step = gl.where(item.tail, 1, work.step)
     first = gl.where(item.tail, work.tail_row0, work.row0) + step * item.tile * PLAN.rows
     end = gl.minimum(first + step * (PLAN.rows - 1), work.keys - 1) // TILE + 1
@@ -154,8 +154,8 @@ def extent_of(item, work, PLAN: gl.constexpr):
     exact = end
     exact_block = 0
     if PLAN.split:
-        begin = end * item.part // work.parts
-        tiles = end * (item.part + 1) // work.parts
+        begin = end * item.split // work.splits
+        tiles = end * (item.split + 1) // work.splits
     if PLAN.listed:
         tiles = item.list_tiles
         exact = item.list_tiles

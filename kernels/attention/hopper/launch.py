@@ -11,7 +11,7 @@ from deltafront.kernels.attention.hopper.hopper_plan import (
     ONE_HEAD_FIRST,
     plan_of,
 )
-from deltafront.kernels.attention.hopper.split import few, merge_parts, parts_of
+from deltafront.kernels.attention.hopper.split import few, merge_splits, splits_of
 from deltafront.kernels.attention.inputs import PackedKeys, QueryRows
 from deltafront.kernels.constants import BLOCK, LOG2E
 from deltafront.kernels.hopper.host import TileDescriptor, is_hopper, multiprocessors
@@ -95,7 +95,7 @@ def launch(
 
 
 def _launch_split(x: AttentionInput, rows: QueryRows, programs: int) -> None:
-    """Compute attention of few rows over all causal keys in parts, and merge these."""
+    """Compute attention of few rows over all causal keys in splits, and merge these."""
     batch, heads, count, dim = rows.q_BHRD.shape
     plan, keys = plan_of(dim, order=LONGEST_ROWS_FIRST, split=True), x.k_BGSD.shape[2]
     tiles = cdiv(count, plan.rows)
@@ -103,24 +103,24 @@ def _launch_split(x: AttentionInput, rows: QueryRows, programs: int) -> None:
     def key_tiles(row: int) -> int:
         return min(rows.row0 + rows.step * row, keys - 1) // BLOCK + 1
 
-    parts = parts_of(
+    splits = splits_of(
         batch * heads * tiles, key_tiles(tiles * plan.rows - 1), key_tiles(plan.rows - 1), programs
     )
-    part_PHRD = rows.q_BHRD.new_empty(batch * parts, heads, count, dim)
-    lse_PHR = rows.q_BHRD.new_empty(batch * parts, heads, count, dtype=torch.float32)
-    q, out = (_descriptor(t, WARPGROUP_ROWS) for t in (rows.q_BHRD, part_PHRD))
+    split_PHRD = rows.q_BHRD.new_empty(batch * splits, heads, count, dim)
+    lse_PHR = rows.q_BHRD.new_empty(batch * splits, heads, count, dtype=torch.float32)
+    q, out = (_descriptor(t, WARPGROUP_ROWS) for t in (rows.q_BHRD, split_PHRD))
     k, v = (_descriptor(t, BLOCK) for t in (x.k_BGSD, x.v_BGSD))
     counter = torch.zeros(1, dtype=torch.int32, device=x.q_BHTD.device)
-    items = batch * heads * tiles * parts
+    items = batch * heads * tiles * splits
     _attend[(min(items, programs),)](
         *(q, k, v, out, q, out, k, v, k, counter, counter, counter, counter, lse_PHR),
-        *(0, 0, 0, items, batch, heads, x.group, tiles * parts, 0, keys, rows.row0, rows.step),
-        *(0, 0, BLOCK, 0, parts, count),
+        *(0, 0, 0, items, batch, heads, x.group, tiles * splits, 0, keys, rows.row0, rows.step),
+        *(0, 0, BLOCK, 0, splits, count),
         x.scale * LOG2E,
         PLAN=plan,
         num_warps=4,
     )
-    merge_parts(part_PHRD, lse_PHR, rows.out_BHRD)
+    merge_splits(split_PHRD, lse_PHR, rows.out_BHRD)
 
 
 def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:

@@ -1,4 +1,4 @@
-"""Tests split keys: the plan by brute force, the merge of parts, and the whole on a GPU."""
+"""Tests split keys: the plan by brute force, the merge of splits, and the whole on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltafront.kernels.attention.hopper.launch import launch
-from deltafront.kernels.attention.hopper.split import merge_parts, parts_of
+from deltafront.kernels.attention.hopper.split import merge_splits, splits_of
 from deltafront.kernels.attention.inputs import QueryRows
 from deltafront.kernels.correction import cpu_dense_rows
 from deltafront.kernels.interface import AttentionInput
@@ -16,12 +16,12 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 
 
-def simulated(items: int, tiles: int, parts: int, programs: int) -> int:
+def simulated(items: int, tiles: int, splits: int, programs: int) -> int:
     """Return the time of the last program, in tiles, if programs take equal items in turn."""
     ends = [0] * programs
-    for _ in range(items * parts):
+    for _ in range(items * splits):
         first = min(range(programs), key=ends.__getitem__)
-        ends[first] += -(-tiles // parts) + 8
+        ends[first] += -(-tiles // splits) + 8
     return max(ends)
 
 
@@ -29,31 +29,31 @@ def simulated(items: int, tiles: int, parts: int, programs: int) -> int:
 @pytest.mark.parametrize("tiles", [1, 2, 9, 130, 1024])
 @pytest.mark.parametrize("programs", [132, 78])
 def test_no_other_number_of_parts_is_faster(items: int, tiles: int, programs: int) -> None:
-    chosen = parts_of(items, tiles, tiles, programs)
+    chosen = splits_of(items, tiles, tiles, programs)
     assert 1 <= chosen <= min(16, tiles)
-    times = [simulated(items, tiles, parts, programs) for parts in range(1, min(16, tiles) + 1)]
+    times = [simulated(items, tiles, splits, programs) for splits in range(1, min(16, tiles) + 1)]
     assert times[chosen - 1] == min(times)
 
 
 def test_each_part_of_the_shortest_item_has_a_tile() -> None:
-    assert parts_of(8, 1024, 1024, 132) == 16
-    assert parts_of(8, 1024, 3, 132) == 3
+    assert splits_of(8, 1024, 1024, 132) == 16
+    assert splits_of(8, 1024, 3, 132) == 3
 
 
-@pytest.mark.parametrize(("batch", "parts", "rows"), [(1, 1, 5), (2, 3, 37), (1, 16, 16)])
-def test_merged_parts_equal_softmax_over_all_keys(batch: int, parts: int, rows: int) -> None:
+@pytest.mark.parametrize(("batch", "splits", "rows"), [(1, 1, 5), (2, 3, 37), (1, 16, 16)])
+def test_merged_parts_equal_softmax_over_all_keys(batch: int, splits: int, rows: int) -> None:
     heads, dim, keys = 3, 64, 8
     generator = torch.Generator().manual_seed(3)
-    s_PHRK = torch.randn(batch * parts, heads, rows, keys, generator=generator, dtype=torch.float64) * 4
-    v_PHKD = torch.randn(batch * parts, heads, keys, dim, generator=generator, dtype=torch.float64)
-    part_PHRD = s_PHRK.softmax(3) @ v_PHKD
+    s_PHRK = torch.randn(batch * splits, heads, rows, keys, generator=generator, dtype=torch.float64) * 4
+    v_PHKD = torch.randn(batch * splits, heads, keys, dim, generator=generator, dtype=torch.float64)
+    split_PHRD = s_PHRK.softmax(3) @ v_PHKD
     lse_PHR = s_PHRK.logsumexp(3) / torch.log(torch.tensor(2.0, dtype=torch.float64))
-    if parts > 1:  # the first row has no key in the first part
-        s_PHRK[::parts, :, 0], part_PHRD[::parts, :, 0], lse_PHR[::parts, :, 0] = -torch.inf, 0, -1e30
-    joined = s_PHRK.unflatten(0, (batch, parts)).permute(0, 2, 3, 1, 4).flatten(3)
-    v_BHSD = v_PHKD.unflatten(0, (batch, parts)).transpose(1, 2).flatten(2, 3)
+    if splits > 1:  # the first row has no key in the first split
+        s_PHRK[::splits, :, 0], split_PHRD[::splits, :, 0], lse_PHR[::splits, :, 0] = -torch.inf, 0, -1e30
+    joined = s_PHRK.unflatten(0, (batch, splits)).permute(0, 2, 3, 1, 4).flatten(3)
+    v_BHSD = v_PHKD.unflatten(0, (batch, splits)).transpose(1, 2).flatten(2, 3)
     out_BRHD = torch.full((batch, rows, heads, dim), torch.nan, device=DEVICE)
-    merge_parts(part_PHRD.float().to(DEVICE), lse_PHR.float().to(DEVICE), out_BRHD.transpose(1, 2))
+    merge_splits(split_PHRD.float().to(DEVICE), lse_PHR.float().to(DEVICE), out_BRHD.transpose(1, 2))
     assert_rows_close(out_BRHD.transpose(1, 2).cpu(), (joined.softmax(3) @ v_BHSD).float())
 
 

@@ -64,7 +64,7 @@ def hopper_case(
         **dict.fromkeys(("counter_ptr", "packed_ptr"), "*i32"),
         **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "items", "batch", "heads"), "i32"),
         **dict.fromkeys(("group", "tiles", "tail_tiles", "keys", "row0", "step", "tail_row0"), "i32"),
-        **dict.fromkeys(("critical", "chunk", "chunk_slots", "parts", "rows"), "i32"),
+        **dict.fromkeys(("critical", "chunk", "chunk_slots", "splits", "rows"), "i32"),
         "lse_ptr": "*fp32" if plan.split else "*i32",
         "scale": "fp32",
     }
@@ -142,11 +142,11 @@ ADD_TYPES = {"out_ptr": "*bf16", "difference_ptr": "*fp32", **dict.fromkeys(ADD_
 ADD_CASES = [(correction.add_kernel, ADD_TYPES, {"D": 128, "ROWS": 64})]
 
 MERGE_TYPES = {
-    **dict.fromkeys(("part_ptr", "out_ptr"), "*bf16"),
+    **dict.fromkeys(("split_ptr", "out_ptr"), "*bf16"),
     "lse_ptr": "*fp32",
-    **dict.fromkeys(("stride_ob", "stride_oh", "stride_or", "heads", "rows", "parts"), "i32"),
+    **dict.fromkeys(("stride_ob", "stride_oh", "stride_or", "heads", "rows", "splits"), "i32"),
 }
 
-MERGE_CASES = [(split.merge_parts_kernel, MERGE_TYPES, {"D": 128, "ROWS": 16})]
+MERGE_CASES = [(split.merge_splits_kernel, MERGE_TYPES, {"D": 128, "ROWS": 16})]
 
 COMPILE_CASES = [*FLASH_CASES, *HOPPER_CASES, *MIXED_CASES, *PACK_CASES, *ADD_CASES, *MERGE_CASES]

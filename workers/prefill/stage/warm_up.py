@@ -44,9 +44,10 @@ def warm_up(
         tell(f"warming up {spec.name}, {number} of {len(methods)}")
         shortest = int(spec.values.get("min_tokens", 0))
         method = build(spec, thresholds_for(profile, spec), stack.config.windows)
+        dummies = prompt_lengths(shortest, chunk_tokens)
+        dummies += longest_dense_rows(shortest, chunk_tokens) if on_gpu else []
         for layer in first_of_kinds(stack):
-            longer = longest_dense_rows(shortest, chunk_tokens) if on_gpu else []
-            for tokens in [*prompt_lengths(shortest, chunk_tokens), *longer]:
+            for tokens in dummies:
                 full_chunks, rest = divmod(tokens, chunk_tokens)
                 _read(stack, method, [chunk_tokens] * full_chunks + [rest] * (rest > 0), layer)
             if on_gpu and longest and layer not in stack.config.window_layers:
@@ -90,16 +91,22 @@ def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
     The first has full chunks and a partial chunk. If `shortest` is not 0, the second has at most `shortest`
     tokens, for which the method uses dense attention.
     """
-    several_chunks = max(2, shortest // chunk_tokens + 1) * chunk_tokens
-    return [several_chunks + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]
+    return [
+        _several_chunks(shortest, chunk_tokens) + min(_RAGGED, chunk_tokens - 1),
+        *([min(shortest, _RAGGED)] if shortest else []),
+    ]
 
 
 def longest_dense_rows(shortest: int, chunk_tokens: int) -> list[int]:
     """Return the lengths of dummy prompts with the most dense rows in a launch: a full last chunk with the
     longest dense tail, and if `shortest` is not 0, a prompt of that length. Kernels may have other forms for
     few rows (`kernels.attention.hopper.split`), which the prompts of `prompt_lengths` compile."""
-    several_chunks = max(2, shortest // chunk_tokens + 1) * chunk_tokens
-    return [several_chunks + chunk_tokens - 1, *([shortest] if shortest else [])]
+    whole = _several_chunks(shortest, chunk_tokens)
+    return [whole + chunk_tokens - 1, *([shortest] if shortest else [])]
+
+
+def _several_chunks(shortest: int, chunk_tokens: int) -> int:
+    return max(2, shortest // chunk_tokens + 1) * chunk_tokens
 
 
 def length_classes(longest: int) -> list[int]:
