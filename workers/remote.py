@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager, suppress
 from contextvars import copy_context
@@ -31,6 +31,9 @@ _CALLS = 1000
 """Maximum number of concurrent calls of an actor that takes no commands. A stream counts as one call."""
 CONFIRM_S = 600.0
 """Maximum seconds for which a stream waits until its caller confirms its last event."""
+PACE_S = 2.5e-4
+"""Seconds between two items of a stream, times the actor's streams. An item costs that much CPU time at both
+ends, with one event or with several."""
 REPLICA_CPUS = 0.1
 """CPUs that a replica asks for. Its actors do the work."""
 
@@ -123,29 +126,66 @@ def _end_begun(self: Any, key: str) -> Any:
     return DeferredWork.of(self).end(key)
 
 
-async def _confirmed_stream(self: Any, key: str, name: str, *arguments: Any) -> AsyncIterator[Any]:
-    """Yield the events of the stream `name`, then None. Once the caller has confirmed them, end or raise the
-    stream's error.
+async def _confirmed_stream(self: Any, key: str, name: str, *arguments: Any) -> AsyncIterator[list[Any]]:
+    """Yield the events of the stream `name` in lists, then an empty list. Once the caller has confirmed them,
+    end or raise the stream's error.
 
     At a stream's end Ray blocks the actor's event loop until the caller's process has acknowledged every
-    event. If the caller's node has lost its power, this takes minutes (docs/decisions/0046).
+    item. If the caller's node has lost its power, this takes minutes (docs/decisions/0046).
     """
-    confirmed = _unconfirmed(self)[key] = asyncio.Event()
+    streams = _unconfirmed(self)
+    confirmed = streams[key] = asyncio.Event()
     failure: Exception | None = None
     try:
         try:
-            async with aclosing(getattr(self, name)(*arguments)) as events:
-                async for event in events:
-                    yield event
+            async with (
+                aclosing(getattr(self, name)(*arguments)) as events,
+                aclosing(_together(events, lambda: PACE_S * len(streams))) as lists,
+            ):
+                async for some in lists:
+                    yield some
         except Exception as error:
             failure = error
-        yield None
+        yield []
         with suppress(TimeoutError):
             await asyncio.wait_for(confirmed.wait(), CONFIRM_S)
     finally:
-        del _unconfirmed(self)[key]
+        del streams[key]
     if failure is not None:
         raise failure
+
+
+async def _together(
+    events: AsyncIterator[Any], pause_s: Callable[[], float]
+) -> AsyncGenerator[list[Any], None]:
+    """Yield lists of the events that have come meanwhile. Between two lists are at least `pause_s()`
+    seconds."""
+    came: asyncio.Queue[Any] = asyncio.Queue()
+    end = object()
+
+    async def note() -> None:
+        try:
+            async for event in events:
+                came.put_nowait(event)
+        finally:
+            came.put_nowait(end)
+
+    noting = asyncio.ensure_future(note())
+    try:
+        while True:
+            some = [await came.get()]
+            while not came.empty():
+                some.append(came.get_nowait())
+            ended = some[-1] is end
+            if some := some[: len(some) - ended]:
+                yield some
+            if ended:
+                break
+            await asyncio.sleep(pause_s())
+        await noting  # raises the stream's error
+    finally:
+        noting.cancel()
+        await asyncio.gather(noting, return_exceptions=True)
 
 
 async def _confirm(self: Any, key: str) -> None:
@@ -210,9 +250,10 @@ class _Caller:
             replies = streaming.remote(key, name, *arguments)
             try:
                 async for reply in replies:
-                    if (event := await reply) is None:
+                    if not (events := await reply):
                         break
-                    yield event
+                    for event in events:
+                        yield event
             finally:  # the caller has the last event, or wants no more
                 self._outside.run(self._actor.confirm.remote, key)
             async for reply in replies:

@@ -53,6 +53,7 @@ class Plain:
         try:
             for number in range(job):
                 yield number
+                await asyncio.sleep(0)
         finally:
             await asyncio.sleep(0)
             self.closed += 1
@@ -81,7 +82,7 @@ async def test_actor_calls_its_object_and_closes_abandoned_streams() -> None:
 async def test_stream_ends_once_its_caller_has_confirmed_it() -> None:
     actor: Any = PlainActor()
     events = actor.confirmed_stream("key", "prefill", 2)
-    assert [await anext(events) for _ in range(3)] == [0, 1, None]
+    assert [await anext(events) for _ in range(3)] == [[0], [1], []]
     assert actor.hosted.closed == 1, "it holds nothing while it waits"
     end = asyncio.ensure_future(anext(events, "ended"))
     await actor.confirm("another key")
@@ -95,7 +96,7 @@ async def test_stream_ends_once_its_caller_has_confirmed_it() -> None:
 async def test_failed_stream_raises_once_its_caller_has_confirmed_it() -> None:
     actor: Any = PlainActor()
     events = actor.confirmed_stream("key", "prefill", "no number")
-    assert await anext(events) is None
+    assert await anext(events) == []
     await actor.confirm("key")
     with pytest.raises(TypeError, match="str"):
         await anext(events)
@@ -104,16 +105,41 @@ async def test_failed_stream_raises_once_its_caller_has_confirmed_it() -> None:
 async def test_stream_of_a_lost_caller_ends_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_remote, "CONFIRM_S", 0.01)
     actor: Any = PlainActor()
-    assert [event async for event in actor.confirmed_stream("key", "prefill", 2)] == [0, 1, None]
+    assert [events async for events in actor.confirmed_stream("key", "prefill", 2)] == [[0], [1], []]
     assert not actor._unconfirmed
 
 
 async def test_abandoned_stream_is_closed_at_once() -> None:
     actor: Any = PlainActor()
     events = actor.confirmed_stream("key", "prefill", 2)
-    assert await anext(events) == 0
+    assert await anext(events) == [0]
     await events.aclose()
     assert actor.hosted.closed == 1 and not actor._unconfirmed
+
+
+async def test_events_that_come_in_a_pause_are_sent_together() -> None:
+    """Without a pause each would be an item of its own."""
+    came, waiting = asyncio.Queue[int](), asyncio.Event()
+
+    async def events() -> AsyncIterator[int]:
+        while number := await came.get():
+            yield number
+
+    def pause_s() -> float:
+        waiting.set()
+        return 0.05
+
+    came.put_nowait(1)
+    lists = workers_remote._together(events(), pause_s)
+    assert await anext(lists) == [1]
+    following = asyncio.ensure_future(anext(lists))
+    await waiting.wait()
+    for number in (2, 3):
+        came.put_nowait(number)
+        await asyncio.sleep(0)
+    assert await following == [2, 3]
+    came.put_nowait(0)
+    assert await anext(lists, "ended") == "ended"
 
 
 class TwoParts:
@@ -197,8 +223,9 @@ class Method:
         return reply
 
     async def _stream(self) -> AsyncIterator[Any]:
-        for outcome in (self.handle.outcome, None):
-            yield self._reply(outcome)
+        outcome = self.handle.outcome
+        yield self._reply(outcome if isinstance(outcome, Exception) else [outcome])
+        yield self._reply([])
 
 
 @pytest.mark.parametrize("seen", [[7], [7, "ended"]], ids=["closed", "ended"])
