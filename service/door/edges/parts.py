@@ -1,5 +1,6 @@
 """Splits an answer's text into reasoning, content and tool calls, for all protocols."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +20,9 @@ class AnswerSplitter:
         reasoning: None: all text is content.
         calls: None: the answer may not call tools.
         channels: The parser of gpt-oss's channels, which does all.
+
+    Attributes:
+        places: Where each content that was returned begins in the answer's text.
     """
 
     def __init__(
@@ -30,6 +34,9 @@ class AnswerSplitter:
         self._reasoning = reasoning
         self._calls = calls
         self._channels = channels
+        self._taken = self._said = 0  # characters of the answer, and of content returned
+        self._before: int | None = None
+        self.places = deque[int]() if channels is None else channels.places
 
     @property
     def called(self) -> bool:
@@ -58,12 +65,20 @@ class AnswerSplitter:
         """
         if self._channels is not None:
             return self._channels.push(text, tokens, last)
+        self._taken += len(text)
         parts = [AnswerPart(content=text)]
         if self._reasoning is not None:
             parts = [self._reasoning.push(text, tokens), *([self._reasoning.flush()] if last else [])]
+        content = sum(len(part.content) for part in parts)  # the end of the answer so far
+        if content and self._before is None:
+            self._before = self._taken - content
         if self._calls is not None:
             parts = [found for part in parts for found in _with_calls(self._calls, part)]
             parts += [AnswerPart(content=rest) for rest in (self._calls.flush() if last else ())]
+        for part in parts:
+            if part.content and self._before is not None:  # calls come last, so content has no gap
+                self.places.append(self._before + self._said)
+                self._said += len(part.content)
         return [part for part in parts if any(part)]
 
 

@@ -40,8 +40,13 @@ class ChatLogprobs:
         self._entries.append({**self._entry(token.token_id, token.logprob), "top_logprobs": likeliest})
 
     def take(self) -> Json | None:
-        taken, self._entries = self._entries, []
+        taken = self.entries()
         return {"content": taken, "refusal": None} if taken else None
+
+    def entries(self) -> list[Json]:
+        """Return the entries since the last call."""
+        taken, self._entries = self._entries, []
+        return taken
 
     def _entry(self, token_id: int, logprob: float) -> Json:
         data = self.token_bytes(token_id)

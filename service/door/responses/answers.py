@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from deltafront.service.door.edges.blocks import Block, BlockKind, Blocks, Change, Step
@@ -13,7 +14,9 @@ from deltafront.service.door.edges.edge import Asked, Json, ReplyContext
 from deltafront.service.door.edges.errors import FieldNames
 from deltafront.service.door.openai.answers import report
 from deltafront.service.door.openai.errors import RENAMED, error_body
+from deltafront.service.door.openai.logprobs import ChatLogprobs
 from deltafront.service.door.openai.tools import ArgumentReader
+from deltafront.service.door.responses.logprobs import ContentLogprobs
 from deltafront.service.door.responses.requests import ResponseFields, read_response
 from deltafront.service.door.responses.store import ResponseStore, StoredResponse
 from deltafront.service.errors import DeltafrontError, InvalidArgument
@@ -77,6 +80,12 @@ class ResponseReply:
         self._context, self._number, self._store = context, number, store
         self._blocks = Blocks()
         self._events = 0
+        self._logprobs: ContentLogprobs | None = None
+        if fields.logprobs is not None:
+            chat = ChatLogprobs(context.token_bytes(), fields.logprobs)
+            self._logprobs = ContentLogprobs(chat, context.splitter.places)
+        self._block_logprobs = defaultdict[int, list[Json]](list)
+        self._new_logprobs = list[Json]()
         self._head: Json = {
             "id": f"resp_{number}",
             "object": "response",
@@ -94,12 +103,15 @@ class ResponseReply:
             "text": {"format": {"type": "text"}, **fields.text},
             "tool_choice": fields.tool_choice,
             "tools": fields.tools,
+            "top_logprobs": fields.top_logprobs,
             "top_p": fields.top_p,
             "truncation": "disabled",
         }
 
     def answer(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> Json:
-        self._blocks.push(parts)
+        self._finish_logprobs(finish)
+        for _ in self._changes(parts):
+            pass
         return self._finished(finish)
 
     def begin(self, _usage: Usage) -> list[Json]:
@@ -111,12 +123,14 @@ class ResponseReply:
         return [self._event(kind, response=response) for kind in kinds]
 
     def token(self, token: Token) -> None:
-        pass
+        if self._logprobs is not None:
+            self._logprobs.add(token)
 
     def grow(self, parts: Iterable[AnswerPart], _usage: Usage) -> list[Json]:
         return self._push(parts)
 
     def end(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> list[Json]:
+        self._finish_logprobs(finish)
         events = self._push(parts)
         for change in self._blocks.close():
             events += self._changed(change, self._last_status(finish))
@@ -134,7 +148,30 @@ class ResponseReply:
         return [*begun, self._event("response.failed", response=response)]
 
     def _push(self, parts: Iterable[AnswerPart]) -> list[Json]:
-        return [event for change in self._blocks.push(parts) for event in self._changed(change)]
+        return [event for change in self._changes(parts) for event in self._changed(change)]
+
+    def _changes(self, parts: Iterable[AnswerPart]) -> Iterator[Change]:
+        for part in parts:
+            if self._logprobs is not None and part.content:
+                self._logprobs.content(part.content)
+            for change in self._blocks.push([part]):
+                self._move_logprobs(*change)
+                yield change
+
+    def _finish_logprobs(self, finish: GenerateFinished) -> None:
+        if self._logprobs is not None:
+            self._logprobs.finish(finish)
+
+    def _move_logprobs(self, step: Step, block: Block, _text: str) -> None:
+        """Give a block the log-probabilities of its new text. Those of white space before a block of another
+        kind are dropped."""
+        if self._logprobs is None:
+            return
+        if block.kind is BlockKind.TEXT and step is Step.GROW:
+            self._new_logprobs = self._logprobs.take()
+            self._block_logprobs[block.index] += self._new_logprobs
+        elif block.kind is not BlockKind.TEXT and step is Step.OPEN:
+            self._logprobs.take()
 
     def _finished(self, finish: GenerateFinished) -> Json:
         cut, blocks = finish.reason is FinishReason.LENGTH, self._blocks.blocks
@@ -175,17 +212,20 @@ class ResponseReply:
         part = {"item_id": self._id(block), **item, "content_index": 0}
         told = {"item_id": self._id(block), **item} if block.kind is BlockKind.CALL else part
         if step is Step.GROW:
-            return [self._event(f"{_DELTAS[block.kind]}.delta", **told, delta=text, **_no_logprobs(block))]
+            logprobs = {"logprobs": self._new_logprobs} if block.kind is BlockKind.TEXT else {}
+            return [self._event(f"{_DELTAS[block.kind]}.delta", **told, delta=text, **logprobs)]
         whole = {"item": self._item(block, "in_progress" if step is Step.OPEN else status)}
-        content = [] if block.kind is BlockKind.CALL else [_part(block)]
+        content = [] if block.kind is BlockKind.CALL else [self._part(block)]
         if step is Step.OPEN:
             if content:
                 whole["item"]["content"] = []
             added = [self._event("response.output_item.added", **item, **whole)]
             return added + [self._event("response.content_part.added", **part, part=one) for one in content]
-        key = "arguments" if block.kind is BlockKind.CALL else "text"
-        named = {"name": block.name} if block.kind is BlockKind.CALL else {}
-        done = {key: block.text, **named, **_no_logprobs(block)}
+        done: Json = {"text": block.text}
+        if block.kind is BlockKind.CALL:
+            done = {"arguments": block.text, "name": block.name}
+        if block.kind is BlockKind.TEXT:
+            done["logprobs"] = self._block_logprobs[block.index]
         ended = [self._event(f"{_DELTAS[block.kind]}.done", **told, **done)]
         ended += [self._event("response.content_part.done", **part, part=one) for one in content]
         return [*ended, self._event("response.output_item.done", **item, **whole)]
@@ -199,8 +239,14 @@ class ResponseReply:
             called = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
             return {**head, "type": "function_call", **called}
         if block.kind is BlockKind.REASONING:
-            return {**head, "type": "reasoning", "summary": [], "content": [_part(block)]}
-        return {**head, "type": "message", "role": "assistant", "content": [_part(block)]}
+            return {**head, "type": "reasoning", "summary": [], "content": [self._part(block)]}
+        return {**head, "type": "message", "role": "assistant", "content": [self._part(block)]}
+
+    def _part(self, block: Block) -> Json:
+        if block.kind is BlockKind.REASONING:
+            return {"type": "reasoning_text", "text": block.text}
+        logprobs = [*self._block_logprobs[block.index]]
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
     def _usage(self, usage: Usage) -> Json:
         return {
@@ -210,16 +256,6 @@ class ResponseReply:
             "output_tokens_details": {"reasoning_tokens": self._context.splitter.reasoning_tokens or 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
-
-
-def _part(block: Block) -> Json:
-    if block.kind is BlockKind.REASONING:
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
-
-
-def _no_logprobs(block: Block) -> Json:
-    return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
 
 
 def _calls_of(block: Block) -> list[Json]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,13 +24,13 @@ from deltafront.service.request.calls import (
     Tools,
     check_count,
 )
+from deltafront.service.request.check import MAX_TOP_LOGPROBS
 
 _RULES = BodyRules(
     labels=("user", "safety_identifier", "prompt_cache_key", "max_tool_calls", "client_metadata"),
     no_op_values={
         "background": (False,),
         "truncation": ("disabled",),
-        "top_logprobs": (0,),
         "context_management": ([],),
         **dict.fromkeys(("conversation", "prompt", "moderation"), ()),
     },
@@ -62,10 +62,16 @@ class ResponseFields(OwnFields, SamplingFields):
     text: dict[str, Any] = Field(default_factory=dict)
     reasoning: dict[str, Any] = Field(default_factory=dict)
     include: list[str] = Field(default_factory=list)
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     metadata: dict[str, str] = Field(default_factory=dict)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] = "in_memory"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     service_tier: AskedTier = "auto"
+
+    @property
+    def logprobs(self) -> int | None:
+        """The number of likeliest tokens in each entry; None: no log-probabilities."""
+        return self.top_logprobs if _LOGPROBS in self.include else None
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def read_response(
             tools=_tools(fields),
             add_special_tokens=False,
         ),
-        sampling=fields.params(fields.max_output_tokens),
+        sampling=replace(fields.params(fields.max_output_tokens), top_logprobs=fields.logprobs),
         constraint=_constraint(fields.text),
         service_tier=TIERS[fields.service_tier],
         **own,
@@ -114,8 +120,6 @@ def _effort(fields: ResponseFields) -> str | None:
     """Return the amount of reasoning, and check the other hints. Raises InvalidArgument."""
     for name in fields.reasoning.keys() - {*_HINTS}:
         raise InvalidArgument(f"reasoning.{name}", "is not known")
-    if _LOGPROBS in fields.include:
-        raise InvalidArgument("include", f"{_LOGPROBS} is not served here: use /v1/chat/completions")
     effort = fields.reasoning.get("effort")
     if not (effort is None or isinstance(effort, str)):
         raise InvalidArgument("reasoning.effort", "must be text")

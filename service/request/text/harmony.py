@@ -6,6 +6,7 @@ markers are special tokens, which plain text cannot produce.
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,7 @@ class HarmonyParser:
     Attributes:
         calls: Number of calls that have begun.
         tokens: Tokens of the answer up to the end of its reasoning; 0 without reasoning.
+        places: Where each content that was returned begins in the answer's text.
     """
 
     def __init__(self, opening: str, may_call: bool, new_id: Callable[[int], str] = random_id) -> None:
@@ -96,6 +98,8 @@ class HarmonyParser:
         self._kind = "content"
         self._arguments: JsonEnd | None = None
         self.calls = self.tokens = 0
+        self.places = deque[int]()
+        self._taken = -len(opening)
         self.push(opening, 0)
 
     @property
@@ -111,6 +115,7 @@ class HarmonyParser:
             last: True if this text ends the answer.
         """
         self._held += text
+        self._taken += len(text)
         parts = list[AnswerPart]()
         while (part := self._next(last)) is not None:
             parts.append(part)
@@ -159,6 +164,10 @@ class HarmonyParser:
 
     def _part(self, text: str) -> AnswerPart:
         if self._arguments is None:
-            return AnswerPart(reasoning=text) if self._kind == "reasoning" else AnswerPart(content=text)
+            if self._kind == "reasoning":
+                return AnswerPart(reasoning=text)
+            if text:
+                self.places.append(self._taken - len(self._held) - len(text))
+            return AnswerPart(content=text)
         taken = "" if self._arguments.ended else self._arguments.read(text)[0]
         return AnswerPart(calls=(CallPart(self.calls - 1, arguments=taken),)) if taken else AnswerPart()
