@@ -245,14 +245,26 @@ class Choice(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("tokens_done", "tokens_total", "expected_first_token_seconds")
+    __slots__ = ("tokens_done", "tokens_total", "expected_first_token_seconds", "tiles")
     TOKENS_DONE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TILES_FIELD_NUMBER: _ClassVar[int]
     tokens_done: int
     tokens_total: int
     expected_first_token_seconds: float
-    def __init__(self, tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ..., expected_first_token_seconds: _Optional[float] = ...) -> None: ...
+    tiles: _containers.RepeatedCompositeFieldContainer[LayerTiles]
+    def __init__(self, tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ..., expected_first_token_seconds: _Optional[float] = ..., tiles: _Optional[_Iterable[_Union[LayerTiles, _Mapping]]] = ...) -> None: ...
+
+class LayerTiles(_message.Message):
+    __slots__ = ("layer", "computed", "causal")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    CAUSAL_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    computed: float
+    causal: float
+    def __init__(self, layer: _Optional[int] = ..., computed: _Optional[float] = ..., causal: _Optional[float] = ...) -> None: ...
 
 class TimingPart(_message.Message):
     __slots__ = ("name", "seconds")

@@ -16,6 +16,7 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http import httptools_impl
 
 from deltafront.service.request.answers import RequestEvent
+from deltafront.workers.messages.events import Progress
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -70,10 +71,19 @@ class EventStream:
         name = f"event: {value['type']}\n" if self._named else ""
         return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
 
-    async def skipped(self, comment: str) -> None:
+    async def progress(self, event: Progress) -> None:
+        """Report how much of the prompt was read, in a comment if those are asked for. The whole prompt's is
+        sent in any case."""
+        done, total, tiles = event.tokens_done, event.tokens_total, ""
+        if self._comments and event.tiles:
+            by_layer = (f"{tile.layer}:{tile.computed:.10g}/{tile.causal:.10g}" for tile in event.tiles)
+            tiles = f", tiles {' '.join(by_layer)}"
+        await self.skipped(f"read {done} of {total} tokens{tiles}", always=self._comments and done == total)
+
+    async def skipped(self, comment: str, always: bool = False) -> None:
         """Send a keep-alive line, which clients skip, unless the last one was just sent. A comment ends with
         one newline, because some clients take a comment with two for an event."""
-        if (now := time.monotonic()) - self._skipped_at >= _LINE_S:
+        if (now := time.monotonic()) - self._skipped_at >= _LINE_S or always:
             self._skipped_at = now
             await self.write(f": {comment}\n".encode() if self._comments else EMPTY_LINE)
 

@@ -30,7 +30,15 @@ from deltafront.service.request.answers import (
     ToolCall,
 )
 from deltafront.service.request.calls import check_count
-from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, TokenLogprob, Usage
+from deltafront.workers.messages.events import (
+    FinishReason,
+    LayerDensity,
+    Progress,
+    Session,
+    Token,
+    TokenLogprob,
+    Usage,
+)
 from deltafront.workers.messages.requests import PageSelection
 from deltafront.workers.messages.service_tiers import ServiceTier
 
@@ -112,7 +120,8 @@ def generate_request(request: calls.GenerateRequest) -> pb.GenerateRequest:
 def response(kind: type[_Message], event: RequestEvent) -> _Message:
     """Make the response message of an event. Raises ValueError for an event that this rpc does not send."""
     name = _EVENTS[type(event)]
-    frequent = isinstance(event, Progress) or (type(event) is Token and not event.top)  # none of _FORMS
+    plain = isinstance(event, Progress) and not event.tiles
+    frequent = plain or (type(event) is Token and not event.top)  # none of _FORMS
     return kind(**{name: vars(event) if frequent else _to_wire(kind, name, event, name)})
 
 
@@ -328,6 +337,10 @@ _FORMS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "answer_parts": (
         lambda parts: [*map(_answer_part, parts)],
         lambda parts: tuple(map(_read_answer_part, parts)),
+    ),
+    "tiles": (
+        lambda tiles: [pb.LayerTiles(layer=t.layer, computed=t.computed, causal=t.causal) for t in tiles],
+        lambda tiles: tuple(LayerDensity(layer=t.layer, computed=t.computed, causal=t.causal) for t in tiles),
     ),
     "tool_calls": (
         lambda made: [pb.ToolCall(**vars(call)) for call in made],

@@ -71,6 +71,7 @@ def test_prompt_is_prefilled_and_answered(house: House, client: DeltafrontClient
     assert [chr(t.token_id) for t in tokens] == list(text)
     assert [p.tokens_done for p in progress] == [128, 256, 384, 501]
     assert progress[-1].tokens_total == 501
+    assert {tile.layer: tile.density for tile in progress[-1].tiles} == finish.density.layers
     assert (finish.reason, finish.request_id, finish.session) == ("length", "mine", None)
     assert (finish.usage.prompt_tokens, finish.usage.completion_tokens, finish.usage.cached_tokens) == (
         501,

@@ -43,11 +43,13 @@ class Progress:
     """Number of prompt tokens prefilled so far.
 
     `expected_first_token_seconds` is predicted before prefill, in a request's first event; 0: not known.
+    `tiles` are those of all tokens so far.
     """
 
     tokens_done: int
     tokens_total: int
     expected_first_token_seconds: float = 0.0
+    tiles: tuple[LayerDensity, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

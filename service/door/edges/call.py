@@ -242,7 +242,7 @@ async def _stream(answering: Answering, events: Events, stream: EventStream) -> 
         elif isinstance(inner, Progress) and inner.expected_first_token_seconds:
             await stream.expect(inner.expected_first_token_seconds)
         elif isinstance(inner, Progress):
-            await stream.skipped(f"read {inner.tokens_done} of {inner.tokens_total} tokens")
+            await stream.progress(inner)
         else:
             await stream.send_json(answering.chunks(event))
 

@@ -144,9 +144,11 @@ class PromptPrefill:
                     start, total, s = self._job.start, self.plan.prefill_tokens, event.expected_s
                     progress(Progress(tokens_done=start, tokens_total=total, expected_first_token_seconds=s))
                 elif isinstance(event, ChunkRead):
-                    if event.tokens_done < event.tokens_total:  # the last token is always computed
-                        self._reports[event.tokens_done] = event.so_far, self._of_all_groups(event.so_far)
-                    progress(Progress(tokens_done=event.tokens_done, tokens_total=event.tokens_total))
+                    done, total, so_far = event.tokens_done, event.tokens_total, event.so_far
+                    of_all = self._of_all_groups(so_far)
+                    if done < total:  # the last token is always computed
+                        self._reports[done] = so_far, of_all
+                    progress(Progress(tokens_done=done, tokens_total=total, tiles=of_all.density))
                 else:
                     self.leases.settle(group)
                     return event.report if isinstance(event, PrefillDone) else event

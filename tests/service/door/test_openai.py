@@ -380,7 +380,10 @@ def test_stream_comments_tell_the_prefill_progress(
     house.decode.remembers = False
     asked = {"prompt": LONG, "max_tokens": 1, "stream_options": {"include_progress": True}}
     stream = lines(make_http(house), asked)
-    assert [next(stream) for _ in range(4)] == [f": read {n} of 501 tokens" for n in (128, 256, 384, 501)]
+    said = [next(stream).partition(", tiles ") for _ in range(4)]
+    assert [line for line, *_ in said] == [f": read {n} of 501 tokens" for n in (128, 256, 384, 501)]
+    assert said[0][2] == "0:2.55489022/2.55489022 1:2.55489022/2.55489022"
+    assert said[3][2] == "0:10/10 1:5/10", "the last one always comes"
     assert [line[:6] for line in stream] == ["data: "] * 3
     address = make_http(house, keep_alive_s=0.01)
     for body, line in ((asked, ": waiting"), ({"prompt": LONG, "max_tokens": 1}, " ")):

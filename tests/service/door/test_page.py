@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,15 @@ HOSTILE = "<script>document.title = 'broken'</script><img src=x onerror=\"docume
 DOCUMENT = "Call me Ishmael. " * 60
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+SVG = "document.querySelector('figure svg')"
+
+
+def cells(page: Page) -> list[list[float]]:
+    """Return the map's cells: first token, layer, tokens, and share of tiles."""
+    names = "['x', 'y', 'width', 'fill-opacity'].map(name => Number(cell.getAttribute(name)))"
+    return page.run(f"[...{SVG}.querySelectorAll('g > rect')].map(cell => {names})")  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +112,29 @@ def test_web_page_prefills_a_document_and_shows_progress(
     page.wait_for(".saved", "0 of them cached")
     page.run("document.querySelector('.report').open = true")
     assert "first_step" in page.text(".report") and "Density" in page.text(".report")
+
+
+@in_browser
+def test_web_page_maps_the_tiles_of_layers_as_they_come(
+    page: Page, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_stream, "_LINE_S", 0.0)
+    house.group.pause_at = 3
+    page.fill("#document", DOCUMENT)
+    page.click("#read")
+    page.wait_for(".count", "384 of")
+    assert [round(x) for x, *_ in cells(page)] == [0, 0, 128, 128, 256, 256]
+    house.group.pause_at = -1
+    page.wait_for(".state", "Read")
+    shown, ends = cells(page), house.group.chunks_read
+    assert len(ends) == 9 and {y for _, y, *_ in shown} == {0, 1}
+    assert [(x, x + width) for x, y, width, _ in shown if y] == [*pairwise([0, *ends])]
+    for layer, density in enumerate((1.0, 0.5)):
+        read = sum(width * share for _, y, width, share in shown if y == layer)
+        assert read / ends[-1] == pytest.approx(density), "the fake's tiles are as many as tokens"
+    assert page.run(f"{SVG}.getAttribute('viewBox')") == f"0 0 {ends[-1]} 2"
+    assert page.run(f"{SVG}.getAttribute('aria-label')").endswith("layer 0 1.00, layer 1 0.50")
+    assert not page.called("Runtime.exceptionThrown") and not page.called("Log.entryAdded")
 
 
 @in_browser

@@ -36,7 +36,7 @@ from deltafront.service.request.calls import (
     SamplingParams,
     Tools,
 )
-from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
+from deltafront.workers.messages.events import FinishReason, LayerDensity, Progress, Session, Token, Usage
 from deltafront.workers.messages.requests import PageSelection
 
 texts = st.text(max_size=8)
@@ -105,7 +105,10 @@ layers = st.dictionaries(small, numbers, max_size=3)
 densities = st.just(Density()) | st.builds(
     Density, st.text(min_size=1, max_size=8), numbers, layers, numbers, numbers
 )
-progress = st.builds(Progress, tokens_done=counts, tokens_total=counts)
+tiles = st.builds(LayerDensity, layer=small, computed=numbers, causal=numbers)
+progress = st.builds(
+    Progress, tokens_done=counts, tokens_total=counts, tiles=st.lists(tiles, max_size=2).map(tuple)
+)
 tokens = st.builds(Token, index=counts, token_id=small, logprob=numbers, text=texts)
 pieces = st.lists(st.builds(CallPart, small, texts, texts, texts), max_size=2).map(tuple)
 parts = st.builds(AnswerPart, texts, texts, pieces)
