@@ -14,6 +14,7 @@ import pytest
 
 from deltafront.service.door import http_stream
 from deltafront.service.door.http_stream import EventStream
+from deltafront.workers.messages.events import LayerDensity, Progress
 
 from ..inprocess import HANG_S, House, wait_until
 from .openai_calls import JSON, LONG, MODEL
@@ -118,6 +119,27 @@ async def test_sends_keep_alive_lines_at_most_once_a_second(monkeypatch: pytest.
     writes = await written(comments=True, count=400)
     assert sum(part.startswith(b":") for part in writes) == 100
     assert go_openai(writes) == [{"n": 0}, {"n": 1}]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("comments", "sent"),
+    [
+        (True, [b": read 1 of 3 tokens\n", b": read 3 of 3 tokens, tiles 7:1.5/2000000001\n"]),
+        (False, [b" \n"]),
+    ],
+)
+async def test_comment_of_the_whole_prompt_is_always_sent(comments: bool, sent: Writes) -> None:
+    parts = Writes()
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+
+    stream = EventStream(send, comments)
+    tiles = (LayerDensity(layer=7, computed=1.5, causal=2000000001.0),)
+    for done in (1, 2, 3):
+        await stream.progress(Progress(tokens_done=done, tokens_total=3, tiles=tiles if done > 1 else ()))
+    assert [part for part in parts if part] == sent
 
 
 def asked(address: str, version: str, body: Any, *headers: str) -> tuple[bytes, bytes]:
