@@ -48,11 +48,13 @@ class TtftClock:
         """Split the time since the last mark into the parts `reported` by a worker, and the remainder as
         `rest`.
 
-        If the parts exceed that time, they are scaled down: two machines' clocks may disagree.
+        If the parts exceed that time, they are scaled down, and less than nothing counts as nothing: two
+        machines' clocks may disagree, and a counter of seconds refuses negative ones.
         """
         if self._stopped:
             return
         passed = self._next_mark()
+        reported = {part: max(0.0, seconds) for part, seconds in reported.items()}
         total = sum(reported.values())
         scale, left = passed / total if total > passed else 1.0, max(passed - total, 0.0)
         for part, seconds in reported.items():

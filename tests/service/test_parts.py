@@ -78,6 +78,14 @@ def test_ttft_time_that_no_worker_reports_counts_as_transport() -> None:
     assert [one.part for one in clock.intervals] == ["tokenize"], "workers show their own parts"
 
 
+def test_negative_time_of_a_worker_counts_as_nothing() -> None:
+    now = [0.0]
+    clock = TtftClock(lambda: now[0])
+    now[0] = 2.0
+    clock.span({"queue": 1.5, "prefill.group_overhead": -1e-16})
+    assert clock.parts() == {"queue": 1.5, "prefill.group_overhead": 0.0, "transport": 0.5}
+
+
 def test_time_lost_with_a_dead_worker_is_a_replay_interval() -> None:
     now = [0.0]
     clock = TtftClock(lambda: now[0])

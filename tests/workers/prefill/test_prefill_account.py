@@ -66,7 +66,7 @@ def test_gpu_that_finishes_with_the_last_launch_is_launch_bound() -> None:
     assert account.report(15.0).launch_bound == (3.0, 1.0)
 
 
-@given(st.lists(st.tuples(st.booleans(), seconds, st.floats(0, 1)), max_size=12), seconds)
+@given(st.lists(st.tuples(st.booleans(), seconds, st.floats(0, 2)), max_size=12), seconds)
 def test_critical_parts_always_add_up_to_the_wall_time(
     chunks: list[tuple[bool, float, float]], gap: float
 ) -> None:
@@ -80,7 +80,7 @@ def test_critical_parts_always_add_up_to_the_wall_time(
             account.other_chunk(wall, now)
     done = account.report(now + gap)
     assert sum(done.critical.values()) == pytest.approx(done.wall, abs=1e-9)
-    assert all(value >= -1e-6 for value in done.critical.values())
+    assert all(value >= 0 for value in done.critical.values()), "a counter refuses less, and ends the request"
 
 
 def test_prefill_rate_ignores_idle_time_and_old_chunks() -> None:

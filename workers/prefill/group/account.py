@@ -54,16 +54,21 @@ class Account:
             self._others += max(0.0, ended - max(ended - wall, self.began))
 
     def report(self, ended: float) -> PrefillReport:
-        """Make the report. The parts in `critical` add up to `wall`; `group_overhead` is the remainder."""
+        """Make the report. The parts in `critical` add up to `wall`; `group_overhead` is the remainder.
+
+        The stage's phases are measured by the GPU's clock, `wall` by the controller's. If the phases are
+        longer, their sum is the wall.
+        """
         began = self.arrived if self.began is None else self.began
         wall = ended - began
         critical = dict(self._phases[-1])
         critical["other_requests"] = min(self._others, max(0.0, wall - self._own_wall))
-        critical["group_overhead"] = wall - sum(critical.values())
+        measured = sum(critical.values())
+        critical["group_overhead"] = max(0.0, wall - measured)
         causal = sum(layer.causal for layer in self._layers)
         return PrefillReport(
             queue=began - self.arrived,
-            wall=wall,
+            wall=max(wall, measured),
             critical=critical,
             stages=tuple(dict(phases) for phases in self._phases),
             density=self._layers,
