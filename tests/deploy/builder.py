@@ -19,7 +19,6 @@ from .manifests import ROOT
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 BASE = "localhost/base"
 IMAGE = "localhost/deltafront"
-REDIS = "localhost/redis"
 _PIP_OPTIONS = {"cert", "default-timeout", "extra-index-url", "find-links", "index-url", "no-index"}
 
 
@@ -64,13 +63,16 @@ def build_image(builder: Builder, *, compiled: bool) -> None:
     assert built.returncode == 0, built.stdout[-10_000:]
 
 
-def build_redis(builder: Builder) -> None:
-    """Build REDIS from Debian's package, because no registry with Redis' own image may be reachable."""
+def build_package(builder: Builder, package: str) -> str:
+    """Build an image of a Debian package, because no registry with the project's own may be reachable. Return
+    its name."""
+    image = f"localhost/{package}"
     container = builder("from", "--quiet", BASE).stdout.strip()
-    install = builder.run(container, "apt-get", "install", "-y", "--no-install-recommends", "redis-server")
+    install = builder.run(container, "apt-get", "install", "-y", "--no-install-recommends", package)
     assert install.returncode == 0, install.stdout[-3000:]
-    done = builder("commit", "--quiet", "--rm", container, REDIS)
+    done = builder("commit", "--quiet", "--rm", container, image)
     assert done.returncode == 0, done.stdout
+    return image
 
 
 def said(command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import time
 from collections import Counter
@@ -17,15 +18,16 @@ from typing import Any
 import pytest
 
 from ..builder import IMAGE as builder_image
-from ..builder import REDIS as builder_redis
-from ..builder import Builder, build_redis
+from ..builder import Builder, build_package
 from ..manifests import Object
 from .guide import Guide
 from .kube import (
     ASKING,
     CLIENTS,
     IMAGE,
+    MONITORING,
     NAMESPACE,
+    PROMETHEUS,
     REDIS,
     STRANGERS,
     Kube,
@@ -39,7 +41,7 @@ from .kube import (
 MAKER = os.environ.get("CLUSTER_UP")
 """A program with the commands `--nodes 2 --mtls up` (with cert-manager), `down`, `import ARCHIVE…`,
 `off NODE`; `kubectl …` and `run COMMAND…` in the nodes' network."""
-RESULT = os.environ.get("CLUSTER_RESULT")
+RESULT = os.environ.get("CLUSTER_RESULT") or None
 """A file that gets a line of JSON for each fault."""
 
 
@@ -50,6 +52,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(3600))
             if not config.getoption("--cluster"):
                 item.add_marker(pytest.mark.skip(reason="needs a Kubernetes: make cluster-test"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the medians of all runs in RESULT."""
+    if RESULT is None or not Path(RESULT).exists():
+        return
+    of_fault: dict[str, list[dict[str, Any]]] = {}
+    for line in map(json.loads, Path(RESULT).read_text().splitlines()):
+        of_fault.setdefault(line["fault"], []).append(line)
+    for fault, lines in of_fault.items():
+        names = [name for name in lines[0] if name not in ("fault", "lost")]
+        medians = ", ".join(f"{name} {statistics.median(one[name] for one in lines):g}" for name in names)
+        lost = sum(one.get("lost", 0) for one in lines)
+        terminalreporter.write_line(f"{fault}: {lost} lost; medians of {len(lines)}: {medians}")
 
 
 @pytest.fixture(scope="session")
@@ -113,16 +129,23 @@ class Deployed:
         )
 
     def wait_until_whole(self) -> None:
-        """Wait until every pod exists and is ready, for example after a fault."""
+        """Wait until every pod and replica exists and is ready, for example after a fault."""
         self.wait_until_ready()  # kubectl itself waits, and takes no CPU from the pods that start
         wanted = {"headgroup": 1, "door": 2, "prefill": 1, "decode": 1, "redis": 1}
 
         def whole() -> bool:
             pods = [(group_of(one), is_ready(one)) for one in self.kube.get("pods")]
             found = Counter(group for group, _ in pods if group in wanted)
-            return found == wanted and all(ready for group, ready in pods if group in wanted)
+            ready = all(ready for group, ready in pods if group in wanted)
+            return found == wanted and ready and self.is_healthy()
 
         self.kube.until(whole, "all pods ready")
+
+    def is_healthy(self) -> bool:
+        """Return True if no deployment waits for a replica."""
+        applications = self.kube.service()["status"]["activeServiceStatus"]["applicationStatuses"]
+        deployments = applications["deltafront"]["serveDeploymentStatuses"]
+        return all(one["status"] == "HEALTHY" for one in deployments.values())
 
     @contextmanager
     def load(self, what: str) -> Iterator[Load]:
@@ -188,6 +211,7 @@ def applied(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
         (NAMESPACE, {}),
         (CLIENTS, {"deltafront/clients": "yes"}),
         (STRANGERS, {}),
+        (MONITORING, {}),
     ):
         enforced = {"pod-security.kubernetes.io/enforce": "restricted"}
         metadata = {"name": name, "labels": enforced | labels}
@@ -197,6 +221,8 @@ def applied(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
     guide = deployed.guide
     if "deltafront-tokens" not in names(kube.get("secrets")):  # else the cluster is kept
         guide.run("kubectl -n deltafront create secret")
+        if MAKER is not None:
+            claim_for_redis(kube)
     guide.run("kubectl kustomize")
     began = time.monotonic()
     guide.run("kubectl -n deltafront wait")
@@ -206,6 +232,16 @@ def applied(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
     print(f"\nafter `kubectl apply`: {times}")
     recorded({"fault": "none, from an empty namespace"} | times)
     return replace(deployed, answer=answer)
+
+
+def claim_for_redis(kube: Kube) -> None:
+    """Claim a volume of the first node, which cannot be switched off, for Redis: volumes belong to nodes."""
+    node = kube.get("nodes")[0]["metadata"]["name"]
+    volumes = [one["metadata"]["name"] for one in kube.get("pv") if node in json.dumps(one["spec"])]
+    metadata = {"name": "data-deltafront-redis-0", "namespace": NAMESPACE}
+    spec = {"accessModes": ["ReadWriteOnce"], "volumeName": volumes[0]}
+    spec["resources"] = {"requests": {"storage": "1Gi"}}
+    kube.apply({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec})
 
 
 @pytest.fixture
@@ -218,16 +254,18 @@ def deployed(applied: Deployed) -> Deployed:
 def archives(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], list[Path]]:
-    """Return a function that returns archives of our image and of Redis. They are built unless
-    $CLUSTER_IMAGES names them."""
+    """Return a function that returns archives of our image and of others' (Redis, Prometheus). They are built
+    unless $CLUSTER_IMAGES names them."""
 
     def made() -> list[Path]:
         if given := os.environ.get("CLUSTER_IMAGES"):
             return [Path(one) for one in given.split(":")]
         builder: Builder = request.getfixturevalue("image_builder")
-        build_redis(builder)
-        return [
-            builder.archive(built, name) for built, name in ((builder_image, IMAGE), (builder_redis, REDIS))
-        ]
+        built = {
+            IMAGE: builder_image,
+            REDIS: build_package(builder, "redis-server"),
+            PROMETHEUS: build_package(builder, "prometheus"),
+        }
+        return [builder.archive(image, name) for name, image in built.items()]
 
     return made

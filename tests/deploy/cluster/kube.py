@@ -18,9 +18,10 @@ import yaml
 from ..manifests import KUBERNETES, Object
 from ..test_serve_config import generator
 
-NAMESPACE, CLIENTS, STRANGERS = "deltafront", "clients", "strangers"
+NAMESPACE, CLIENTS, STRANGERS, MONITORING = "deltafront", "clients", "strangers", "monitoring"
 REGISTRY = "docker.io/library"
 IMAGE, REDIS = f"{REGISTRY}/deltafront:cpu", f"{REGISTRY}/redis:7.4"
+PROMETHEUS = f"{REGISTRY}/prometheus:debian"
 ASKING = Path(__file__).with_name("asking.py")
 WAIT_S = 900.0
 """The longest wait for any event, long enough for a busy machine."""
@@ -124,7 +125,7 @@ def small(folder: Path, changes: Mapping[str, Mapping[str, Any]], *components: s
         config[section] |= keys
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "serve.yaml").write_text(generator().patch(folder))
-    groups = {"headGroupSpec": "2Gi", **{f"workerGroupSpecs/{n}": "3Gi" for n in range(3)}}
+    groups = {"headGroupSpec": "2Gi", **{f"workerGroupSpecs/{n}": "4Gi" for n in range(3)}}  # two replicas
     sizes: list[Object] = [
         {
             "op": "replace",

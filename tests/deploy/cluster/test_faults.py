@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import json
 import time
 
 import pytest
 
-from .conftest import Deployed
+from .conftest import Deployed, active, ready_of
 from .kube import NAMESPACE, is_ready, names
 
 GROUPS = ("door", "prefill", "decode", "headgroup")
@@ -48,6 +49,32 @@ def test_a_killed_pod_loses_no_request(deployed: Deployed, group: str) -> None:
     others = {"prefill", "decode"} - {group}
     replaced = [other for other in others if REPLACED in kube.logs(other, began)]
     assert not replaced, "a worker that streams to a dead pod must not count as dead"
+
+
+def test_one_of_two_killed_decode_pods_loses_no_request(deployed: Deployed) -> None:
+    kube = deployed.kube
+    deployed.apply(decode={"workers": 2})
+    decode_pods(deployed, 2)
+    kube.until(lambda: len(ready_of(deployed, "decode")) == 2 and deployed.is_healthy(), "two decode workers")
+    gone = kube.pods("decode")[0]["metadata"]["name"]
+    with deployed.load("one of two decode killed") as load:
+        kube("-n", NAMESPACE, "delete", "pod", gone, "--force", "--grace-period=0")
+        kube.until(lambda: gone not in names(kube.pods("decode", living=False)), f"{gone} is gone")
+        kube.until(lambda: len(ready_of(deployed, "decode")) == 2, "another decode pod")
+    deployed.apply()
+    decode_pods(deployed, 1)
+    kube.until(lambda: len(kube.pods("decode", living=False)) == 1, "one decode pod")
+    assert not load.lost
+
+
+def decode_pods(deployed: Deployed, count: int) -> None:
+    """Change the number of decode pods as docs/deploy.md says: KubeRay takes it from the RayCluster."""
+    group = "/spec/workerGroupSpecs/2"
+    patch = [
+        {"op": "replace", "path": f"{group}/{key}", "value": count} for key in ("maxReplicas", "replicas")
+    ]
+    cluster = ("raycluster", active(deployed))
+    deployed.kube("-n", NAMESPACE, "patch", *cluster, "--type=json", "-p", json.dumps(patch))
 
 
 def uids(deployed: Deployed, group: str) -> set[str]:

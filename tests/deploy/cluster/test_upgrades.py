@@ -1,27 +1,42 @@
-"""Upgrades under load, and autoscaling. They run last, because the second cluster stays."""
+"""Upgrades under load, and autoscaling."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from .conftest import Deployed, active, ready_of
 
-QUICK = {"max_groups": 2, "backlog_s": 0.01, "cpus_per_stage": 1.2}
-"""A pod has 2 CPUs for Ray, so a second group needs a second pod."""
+GROWING: dict[str, dict[str, dict[str, Any]]] = {
+    "prefill": {"prefill": {"max_groups": 2, "backlog_s": 0.01, "cpus_per_stage": 1.2}},
+    "decode": {"decode": {"max_workers": 2, "usage": 0.001, "cpus": 1.2}},
+}
+"""Any load is enough for a second group or worker. A pod has 2 CPUs for Ray, so it needs a second pod."""
 
 
-def test_upgrade_loses_no_request_and_load_adds_pods(deployed: Deployed) -> None:
-    """The upgrade adds the autoscaler, so a second cluster takes over. Then the load needs another group."""
-    kube = deployed.kube
+def test_an_upgrade_loses_no_request(deployed: Deployed) -> None:
+    """The change adds the autoscaler, so a second cluster takes over."""
     before = active(deployed)
     with deployed.load("upgrade to a second cluster") as load:
-        deployed.apply("autoscaling", prefill=QUICK, decode={"max_workers": 2})
-        kube.until(lambda: active(deployed) != before, "the second cluster serves")
+        deployed.apply("autoscaling")
+        deployed.kube.until(lambda: active(deployed) != before, "the second cluster serves")
     assert not load.lost
-    with deployed.load("a second prefill pod comes") as load:
-        kube.until(lambda: len(ready_of(deployed, "prefill")) == 2, "a second prefill pod")
+
+
+@pytest.mark.parametrize("group", GROWING)
+def test_load_adds_a_pod_that_leaves_later(deployed: Deployed, group: str) -> None:
+    """Only `serveConfigV2` changes: back then, the second pod is empty."""
+    kube = deployed.kube
+    if not scales(deployed):
+        pytest.skip("the test above adds the autoscaler")
+    with deployed.load(f"a second {group} pod comes") as load:
+        deployed.apply("autoscaling", **GROWING[group])
+        kube.until(lambda: len(ready_of(deployed, group)) == 2, f"a second {group} pod")
     assert not load.lost
-    with deployed.load("the second prefill pod goes") as load:
-        deployed.apply("autoscaling", decode={"max_workers": 2})  # serveConfigV2 alone changes
-        kube.until(lambda: len(kube.pods("prefill", living=False)) == 1, "a single prefill pod")
+    with deployed.load(f"the second {group} pod goes") as load:
+        deployed.apply("autoscaling")
+        kube.until(lambda: len(kube.pods(group, living=False)) == 1, f"a single {group} pod")
     assert not load.lost
 
 
@@ -49,7 +64,7 @@ def scales(deployed: Deployed) -> bool:
 
 def apply(deployed: Deployed, *, autoscaling: bool) -> None:
     if autoscaling:
-        deployed.apply("autoscaling", decode={"max_workers": 2})
+        deployed.apply("autoscaling")
     else:
         deployed.apply()
 
