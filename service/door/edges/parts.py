@@ -20,9 +20,6 @@ class AnswerSplitter:
         reasoning: None: all text is content.
         calls: None: the answer may not call tools.
         channels: The parser of gpt-oss's channels, which does all.
-
-    Attributes:
-        places: Where each content that was returned begins in the answer's text.
     """
 
     def __init__(
@@ -36,7 +33,14 @@ class AnswerSplitter:
         self._channels = channels
         self._taken = self._said = 0  # characters of the answer, and of content returned
         self._before: int | None = None
-        self.places = deque[int]() if channels is None else channels.places
+        self._places = deque[int](maxlen=0)  # keeps nothing until somebody asks
+
+    def note_places(self) -> deque[int]:
+        """Return a queue that gets the position in the answer's text of each content returned from now on."""
+        self._places = deque()
+        if self._channels is not None:
+            self._channels.places = self._places
+        return self._places
 
     @property
     def called(self) -> bool:
@@ -77,7 +81,7 @@ class AnswerSplitter:
             parts += [AnswerPart(content=rest) for rest in (self._calls.flush() if last else ())]
         for part in parts:
             if part.content and self._before is not None:  # calls come last, so content has no gap
-                self.places.append(self._before + self._said)
+                self._places.append(self._before + self._said)
                 self._said += len(part.content)
         return [part for part in parts if any(part)]
 

@@ -83,7 +83,7 @@ class ResponseReply:
         self._logprobs: ContentLogprobs | None = None
         if fields.logprobs is not None:
             chat = ChatLogprobs(context.token_bytes(), fields.logprobs)
-            self._logprobs = ContentLogprobs(chat, context.splitter.places)
+            self._logprobs = ContentLogprobs(chat, context.splitter.note_places())
         self._block_logprobs = defaultdict[int, list[Json]](list)
         self._new_logprobs = list[Json]()
         self._head: Json = {

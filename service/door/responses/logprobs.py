@@ -15,7 +15,7 @@ class ContentLogprobs:
     such as a part of a character, belongs to the text after it; an end token to none.
 
     Args:
-        places: Where each content begins in the answer's text (`AnswerSplitter.places`).
+        places: Where each content begins in the answer's text (`AnswerSplitter.note_places`).
     """
 
     chat: ChatLogprobs

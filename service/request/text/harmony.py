@@ -87,7 +87,7 @@ class HarmonyParser:
     Attributes:
         calls: Number of calls that have begun.
         tokens: Tokens of the answer up to the end of its reasoning; 0 without reasoning.
-        places: Where each content that was returned begins in the answer's text.
+        places: Gets the position in the answer's text of each content that is returned.
     """
 
     def __init__(self, opening: str, may_call: bool, new_id: Callable[[int], str] = random_id) -> None:
@@ -98,7 +98,7 @@ class HarmonyParser:
         self._kind = "content"
         self._arguments: JsonEnd | None = None
         self.calls = self.tokens = 0
-        self.places = deque[int]()
+        self.places = deque[int](maxlen=0)
         self._taken = -len(opening)
         self.push(opening, 0)
 

@@ -141,7 +141,7 @@ def test_text_of_any_tokens_has_the_logprobs_of_all_its_tokens(
     edges = [*pairwise([0, *sorted(cuts), len(said)])]
     splitter = make()
     chats = ChatLogprobs(lambda token_id: b"%d" % token_id, 0)  # type: ignore[arg-type]
-    logprobs = ContentLogprobs(chats, splitter.places)
+    logprobs = ContentLogprobs(chats, splitter.note_places())
     for number, (begin, end) in enumerate(edges):
         logprobs.add(Token(index=number, token_id=number, logprob=-1.0, text=said[begin:end]))
         for part in splitter.push(said[begin:end], number + 1):
