@@ -32,8 +32,8 @@ _CALLS = 1000
 CONFIRM_S = 600.0
 """Maximum seconds for which a stream waits until its caller confirms its last event."""
 PACE_S = 2.5e-4
-"""Seconds between two items of a stream, times the actor's streams. An item costs that much CPU time at both
-ends, with one event or with several."""
+"""Seconds between two items of a stream, times the actor's running streams. An item costs that much CPU time
+at both ends, with one event or with several."""
 REPLICA_CPUS = 0.1
 """CPUs that a replica asks for. Its actors do the work."""
 
@@ -133,59 +133,61 @@ async def _confirmed_stream(self: Any, key: str, name: str, *arguments: Any) -> 
     At a stream's end Ray blocks the actor's event loop until the caller's process has acknowledged every
     item. If the caller's node has lost its power, this takes minutes (docs/decisions/0046).
     """
-    streams = _unconfirmed(self)
-    confirmed = streams[key] = asyncio.Event()
+    confirmed = _unconfirmed(self)[key] = asyncio.Event()
+    running: set[str] = vars(self).setdefault("_running", set())
     failure: Exception | None = None
     try:
+        running.add(key)
         try:
             async with (
                 aclosing(getattr(self, name)(*arguments)) as events,
-                aclosing(_together(events, lambda: PACE_S * len(streams))) as lists,
+                aclosing(_batched(events, lambda: PACE_S * len(running))) as batches,
             ):
-                async for some in lists:
-                    yield some
+                async for batch in batches:
+                    yield batch
         except Exception as error:
             failure = error
+        finally:
+            running.discard(key)
         yield []
         with suppress(TimeoutError):
             await asyncio.wait_for(confirmed.wait(), CONFIRM_S)
     finally:
-        del streams[key]
+        del _unconfirmed(self)[key]
     if failure is not None:
         raise failure
 
 
-async def _together(
+async def _batched(
     events: AsyncIterator[Any], pause_s: Callable[[], float]
 ) -> AsyncGenerator[list[Any], None]:
-    """Yield lists of the events that have come meanwhile. Between two lists are at least `pause_s()`
-    seconds."""
-    came: asyncio.Queue[Any] = asyncio.Queue()
+    """Yield all events that have arrived, in lists. After each list wait for `pause_s()` seconds."""
+    arrived: asyncio.Queue[Any] = asyncio.Queue()
     end = object()
 
-    async def note() -> None:
+    async def collect() -> None:
         try:
             async for event in events:
-                came.put_nowait(event)
+                arrived.put_nowait(event)
         finally:
-            came.put_nowait(end)
+            arrived.put_nowait(end)
 
-    noting = asyncio.ensure_future(note())
+    collecting = asyncio.ensure_future(collect())
     try:
         while True:
-            some = [await came.get()]
-            while not came.empty():
-                some.append(came.get_nowait())
-            ended = some[-1] is end
-            if some := some[: len(some) - ended]:
-                yield some
+            batch = [await arrived.get()]
+            while not arrived.empty():
+                batch.append(arrived.get_nowait())
+            ended = batch[-1] is end
+            if batch := batch[: len(batch) - ended]:
+                yield batch
             if ended:
                 break
             await asyncio.sleep(pause_s())
-        await noting  # raises the stream's error
+        await collecting  # raises the stream's error
     finally:
-        noting.cancel()
-        await asyncio.gather(noting, return_exceptions=True)
+        collecting.cancel()
+        await asyncio.gather(collecting, return_exceptions=True)
 
 
 async def _confirm(self: Any, key: str) -> None:

@@ -130,7 +130,7 @@ async def test_events_that_come_in_a_pause_are_sent_together() -> None:
         return 0.05
 
     came.put_nowait(1)
-    lists = workers_remote._together(events(), pause_s)
+    lists = workers_remote._batched(events(), pause_s)
     assert await anext(lists) == [1]
     following = asyncio.ensure_future(anext(lists))
     await waiting.wait()
@@ -140,6 +140,26 @@ async def test_events_that_come_in_a_pause_are_sent_together() -> None:
     assert await following == [2, 3]
     came.put_nowait(0)
     assert await anext(lists, "ended") == "ended"
+
+
+async def test_streams_send_less_often_the_more_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[Callable[[], float]] = []
+
+    async def batched(events: AsyncIterator[int], pause_s: Callable[[], float]) -> AsyncIterator[list[int]]:
+        pauses.append(pause_s)
+        async for event in events:
+            yield [event]
+
+    monkeypatch.setattr(workers_remote, "_batched", batched)
+    actor: Any = PlainActor()
+    streams = [actor.confirmed_stream(key, "prefill", 2) for key in ("a", "b")]
+    for stream in streams:
+        assert await anext(stream) == [0]
+    assert [pause_s() for pause_s in pauses] == [2 * workers_remote.PACE_S] * 2
+    assert [await anext(streams[0]) for _ in range(2)] == [[1], []]
+    assert pauses[1]() == workers_remote.PACE_S, "a stream that only waits for its caller costs nothing"
+    for stream in streams:
+        await stream.aclose()
 
 
 class TwoParts:
