@@ -22,12 +22,17 @@ from .kube import MONITORING, NAMESPACE, PROMETHEUS, Kube, client_pod, names
 
 POD = "prometheus-0"
 LABEL = {"app.kubernetes.io/name": "prometheus"}
-"""What the operator sets, and the network policies ask for."""
+"""The label that Prometheus' operator sets and the network policies require."""
 EVERY_S = 5
 RAY = ("headgroup", "door", "prefill", "decode")
 TARGETS = "/data/targets.json"
-CONFIGURED = ("deltafront_certificate_", "deltafront_kv_tier_", "deltafront_profile_", "deltafront_shadow_")
-"""How series begin that need TLS at doors, host memory, a profile or `door.shadow`."""
+NOT_CONFIGURED = (
+    "deltafront_certificate_",
+    "deltafront_kv_tier_",
+    "deltafront_profile_",
+    "deltafront_shadow_",
+)
+"""Prefixes of series that need TLS at doors, host memory, a profile or `door.shadow`."""
 ASK = """
 import json, sys, urllib.parse, urllib.request
 url = "http://127.0.0.1:9090/api/v1/" + sys.argv[1]
@@ -88,7 +93,7 @@ def prometheus_objects() -> list[Object]:
 
 
 @dataclass(frozen=True)
-class Prometheus:
+class PrometheusPod:
     kube: Kube
 
     def inside(self, script: str, *arguments: str) -> Any:
@@ -118,15 +123,17 @@ class Prometheus:
 
 
 @pytest.fixture(scope="module")
-def prometheus(applied: Deployed) -> Iterator[Prometheus]:
+def prometheus(applied: Deployed) -> Iterator[PrometheusPod]:
     kube = applied.kube
     kube.apply(*prometheus_objects())
     kube("-n", MONITORING, "wait", "--for=condition=Ready", f"pod/{POD}", "--timeout=300s")
-    yield Prometheus(kube)
+    yield PrometheusPod(kube)
     kube("-n", MONITORING, "delete", "pod", POD)
 
 
-def test_every_series_of_dashboards_and_alerts_is_scraped(deployed: Deployed, prometheus: Prometheus) -> None:
+def test_every_series_of_dashboards_and_alerts_is_scraped(
+    deployed: Deployed, prometheus: PrometheusPod
+) -> None:
     kube = deployed.kube
     prometheus.discover()
     doors = names(kube.pods("door"))
@@ -146,10 +153,10 @@ def test_every_series_of_dashboards_and_alerts_is_scraped(deployed: Deployed, pr
     asked = set(re.findall(r"\b(?:deltafront|ray)_\w+", " ".join(queries)))
     time.sleep(3 * EVERY_S)
     missing = asked - set(prometheus.ask("label/__name__/values"))
-    assert {name for name in missing if not name.startswith(CONFIGURED)} == set()
+    assert {name for name in missing if not name.startswith(NOT_CONFIGURED)} == set()
 
 
-def test_a_total_outage_fires_and_ends(deployed: Deployed, prometheus: Prometheus) -> None:
+def test_a_total_outage_fires_and_ends(deployed: Deployed, prometheus: PrometheusPod) -> None:
     kube = deployed.kube
     prometheus.discover()
     both = 'query?query=count(up{job=~".%2B/deltafront-door"}==1)==2'

@@ -16,20 +16,25 @@ GROWING: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def test_an_upgrade_loses_no_request(deployed: Deployed) -> None:
-    """The change adds the autoscaler, so a second cluster takes over."""
-    before = active(deployed)
+    """The change adds the autoscaler or removes it, so a second cluster takes over."""
     with deployed.load("upgrade to a second cluster") as load:
-        deployed.apply("autoscaling")
-        deployed.kube.until(lambda: active(deployed) != before, "the second cluster serves")
+        upgrade(deployed)
     assert not load.lost
+
+
+def upgrade(deployed: Deployed) -> None:
+    before = active(deployed)
+    apply(deployed, autoscaling=not scales(deployed))
+    deployed.kube.until(lambda: active(deployed) != before, "the second cluster serves")
 
 
 @pytest.mark.parametrize("group", GROWING)
 def test_load_adds_a_pod_that_leaves_later(deployed: Deployed, group: str) -> None:
-    """Only `serveConfigV2` changes: back then, the second pod is empty."""
+    """Only `serveConfigV2` changes. When it changes back, the second pod becomes empty and leaves."""
     kube = deployed.kube
     if not scales(deployed):
-        pytest.skip("the test above adds the autoscaler")
+        upgrade(deployed)
+        deployed.wait_until_whole()
     with deployed.load(f"a second {group} pod comes") as load:
         deployed.apply("autoscaling", **GROWING[group])
         kube.until(lambda: len(ready_of(deployed, group)) == 2, f"a second {group} pod")
