@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 
 from deltafront.kernels.layers.fp8 import cpu_quantise_rows
 from deltafront.service.cli.size import SHAPES as LLAMAS
-from deltafront.workers.model.directory.layer_config import MixtureConfig
+from deltafront.workers.model.directory.layer_config import LinearConfig, MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import WEIGHT_INDEX
 from deltafront.workers.model.directory.rope_config import RopeConfig
@@ -87,16 +87,43 @@ _GEMMA_12B = replace(
     window_layers=tuple(layer for layer in range(48) if (layer + 1) % 6),
     window_rope=RopeConfig(1e4),
 )
+_QWEN_NEXT_16 = replace(
+    _QWEN_32B,
+    architecture="Qwen3NextForCausalLM",
+    layers=16,
+    hidden=2048,
+    intermediate=512,
+    q_heads=16,
+    kv_heads=2,
+    head_dim=256,
+    rms_eps=1e-6,
+    rope=RopeConfig(1e7),
+    rotary_dim=64,
+    norm_offset=1.0,
+    attention_gate=True,
+    fused_q_gate=True,
+    mixture=MixtureConfig(experts=512, per_token=10, normed=True, shared_width=512, shared_gate=True),
+    linear=LinearConfig(
+        layers=tuple(layer for layer in range(16) if (layer + 1) % 4),
+        key_heads=16,
+        value_heads=32,
+        key_dim=128,
+        value_dim=128,
+        conv_width=4,
+        fused=True,
+    ),
+)
 SHAPES: Mapping[str, ModelConfig] = {
     **LLAMAS,
     "32b": _QWEN_32B,
     "30b-a3b": _QWEN_30B_A3B,
     "air-8": _GLM_AIR_8,
     "gemma-12b": _GEMMA_12B,
+    "next-16": _QWEN_NEXT_16,
     "tiny": replace(TINY, head_dim=64),
 }
 """Model shapes by name. `32b` and `30b-a3b` are Qwen3's, `gemma-12b` is Gemma 3's, `air-8` has 8 of the 46
-layers of GLM-4.5-Air, `tiny` is for a CPU."""
+layers of GLM-4.5-Air, `next-16` 16 of the 48 of Qwen3-Next-80B-A3B, `tiny` is for a CPU."""
 
 _FP8_FILES = {
     "quant_method": "compressed-tensors",
@@ -211,6 +238,7 @@ def _config(shape: ModelConfig) -> dict[str, Any]:
         "rope_theta": shape.rope.theta,
         "torch_dtype": "bfloat16",
         **_windows(shape),
+        **_linear(shape),
         **_positions(shape),
     }
 
@@ -224,6 +252,23 @@ def _windows(shape: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": shape.sliding_window, "layer_types": kinds}
 
 
+def _linear(shape: ModelConfig) -> dict[str, Any]:
+    if (linear := shape.linear) is None:
+        return {}
+    kinds = [
+        "linear_attention" if layer in linear.layers else "full_attention" for layer in range(shape.layers)
+    ]
+    return {
+        "layer_types": kinds,
+        "linear_num_key_heads": linear.key_heads,
+        "linear_num_value_heads": linear.value_heads,
+        "linear_key_head_dim": linear.key_dim,
+        "linear_value_head_dim": linear.value_dim,
+        "linear_conv_kernel_dim": linear.conv_width,
+        "partial_rotary_factor": (shape.rotary_dim or shape.head_dim) / shape.head_dim,
+    }
+
+
 def _mlp(shape: ModelConfig) -> dict[str, Any]:
     mixture = shape.mixture
     if mixture is None:
@@ -234,6 +279,8 @@ def _mlp(shape: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": mixture.per_token,
         "norm_topk_prob": mixture.normed,
     }
+    if mixture.shared_gate:
+        made |= {"shared_expert_intermediate_size": mixture.shared_width}
     if mixture.sigmoid:
         made |= {
             "intermediate_size": mixture.dense_width,

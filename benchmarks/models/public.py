@@ -54,6 +54,28 @@ def _experts(width: int) -> dict[str, Any]:
     return {"moe_intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": []} | chosen
 
 
+_DELTA: dict[str, Any] = {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
+
+
+def _qwen3_5(kind: str, *shape: int, **more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    text = _config("", *shape, 248320, 262144, rope_parameters=rope, attn_output_gate=True, **_DELTA | more)
+    return {
+        "architectures": [f"Qwen3_5{kind}ForConditionalGeneration"],
+        "text_config": text | {"architectures": None, "model_type": f"qwen3_5{kind and '_moe'}_text"},
+        "vision_config": {"model_type": f"qwen3_5{kind and '_moe'}"},
+    }
+
+
 def _glm_experts(experts: int, width: int) -> dict[str, Any]:
     chosen = {"n_routed_experts": experts, "num_experts_per_tok": 8, "norm_topk_prob": True}
     groups = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_nextn_predict_layers": 1}
@@ -587,6 +609,30 @@ SERVED = (
         },
         8,
     ),
+    Public(
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        _config(
+            *("Qwen3Next", 48, 2048, 5120, 16, 2, 151936, 262144),
+            **_DELTA | _experts(512) | {"num_experts": 512, "num_experts_per_tok": 10},
+            rope_theta=1e7,
+            partial_rotary_factor=0.25,
+            shared_expert_intermediate_size=512,
+        ),
+        80,
+    ),
+    Public("Qwen/Qwen3.5-27B", _qwen3_5("", 64, 5120, 17408, 24, 4, linear_num_value_heads=48), 27),
+    Public(
+        "Qwen/Qwen3.5-35B-A3B",
+        _qwen3_5(
+            *("Moe", 40, 2048, 0, 16, 2),
+            num_experts=256,
+            num_experts_per_tok=8,
+            mlp_only_layers=[],
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+        ),
+        35,
+    ),
 )
 
 _MLA = "latent attention (MLA)"
@@ -610,20 +656,6 @@ REFUSED = (
         "zai-org/GLM-5",
         _config("GlmMoeDsa", kv_lora_rank=512, index_topk=2048),
         reason=f"{_MLA}, an indexer that chooses keys (DSA)",
-    ),
-    Public(
-        "Qwen/Qwen3-Next-80B-A3B-Instruct",
-        _config("Qwen3Next", num_experts=512, linear_num_value_heads=32),
-        reason="linear attention",
-    ),
-    Public(
-        "Qwen/Qwen3.5-27B",
-        {
-            "architectures": ["Qwen3_5ForConditionalGeneration"],
-            "text_config": {"layer_types": ["linear_attention", "full_attention"]},
-            "vision_config": {"model_type": "qwen3_5"},
-        },
-        reason="linear attention, images",
     ),
     Public(
         "meta-llama/Llama-4-Scout-17B-16E-Instruct",

@@ -56,8 +56,11 @@ def calibrate(
         budget, recency: K and L of DELTA, in pages. Use texts of at least four times the budget.
 
     Raises:
-        ValueError: A text is too short or too long, or arguments contradict one another.
+        ValueError: A text is too short or too long, arguments contradict one another, or the model has linear
+            attention.
     """
+    if stack.config.linear is not None:
+        raise ValueError("Δ-layers of models with linear attention cannot be calibrated yet")
     if not 0 < recency < budget:
         raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
     read, positions = [with_answers(text) for text in texts], stack.config.positions

@@ -81,11 +81,10 @@ def method_levels(
 
 
 def placed(thresholds: Sequence[tuple[float, ...]], stack: LayerStack) -> tuple[tuple[float, ...], ...]:
-    """Return thresholds for all layers: insert rows of 1.0 for layers with sliding windows, which use no
-    thresholds."""
+    """Return thresholds for all layers: insert rows of 1.0 for exact layers, which use no thresholds."""
     config, rest = stack.config, iter(thresholds)
     unread = (1.0,) * config.q_heads
-    return tuple(unread if layer in config.window_layers else next(rest) for layer in range(config.layers))
+    return tuple(unread if layer in config.exact_layers else next(rest) for layer in range(config.layers))
 
 
 def require_thresholds(method: MethodSpec) -> None:

@@ -58,7 +58,7 @@ def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerC
     rows = [*range(max(0, tokens - TAIL), tokens), *answers]
     for layer in stack.layers:
         this, others = range(layer, layer + 1), range(layer + 1, stack.layers.stop)
-        if layer not in stack.config.window_layers:
+        if layer not in stack.config.exact_layers:
             after_TC = read_densely(stack, dense_TC, sparse, this)
             changed.append(read_densely(stack, after_TC, dense, others)[rows])
         dense_TC = read_densely(stack, dense_TC, dense, this)

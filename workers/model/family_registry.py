@@ -15,7 +15,17 @@ from deltafront.workers.model.families.layer_norms import COHERE, COHERE2, JAIS2
 from deltafront.workers.model.families.llama import AFMOE, APERTUS, ARCEE, CWM, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from deltafront.workers.model.families.mistral import GPT_OSS, MINIMAX_M2, MINISTRAL3, MISTRAL, MIXTRAL
 from deltafront.workers.model.families.olmo2 import OLMO2, OLMO3, OLMOE
-from deltafront.workers.model.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL
+from deltafront.workers.model.families.qwen import (
+    MELLUM,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_VL,
+)
 
 _OURS = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
@@ -24,6 +34,7 @@ _OURS = (
     *(STARCODER2, COHERE, COHERE2, APERTUS, HUNYUAN),
     *(HUNYUAN_MOE, HY3, DOTS1, SOLAR_OPEN, EXAONE_MOE, MELLUM, CWM, AFMOE),
     *(NEMOTRON, JAIS2, HYPERCLOVAX, QWEN3_VL, GPT_OSS),
+    *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
 )
 
 FAMILIES: dict[str, Family] = {}

@@ -1,6 +1,7 @@
 import os
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.digest import checked_model
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import adapter_directory, config_of
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
@@ -43,6 +45,7 @@ def load_model(
     _check_quantisation(model, torch.device(device))
     model = checked_model(model)
     config = config_of(model)
+    _check_linear_attention(config, torch.device(device))
     share = config.split(stages)[stage]
     spec = StackSpec(
         config=config,
@@ -69,6 +72,14 @@ def _check_quantisation(model: ModelSpec, device: torch.device) -> None:
     if torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise ModelError(f"model.quantisation: {kind} needs a GPU that multiplies 8-bit floats, not {name}")
+
+
+def _check_linear_attention(config: ModelConfig, device: torch.device) -> None:
+    if config.linear is not None and device.type == "cuda" and find_spec("fla") is None:
+        raise ModelError(
+            f"{config.architecture} has linear attention, which needs flash-linear-attention on a GPU: pip "
+            "install flash-linear-attention"
+        )
 
 
 def torch_dtype(model: ModelSpec) -> torch.dtype:

@@ -14,6 +14,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from deltafront.kernels.gated_delta.chunked import CHUNK
+from deltafront.kernels.gated_delta.layer import gated_delta
+from deltafront.kernels.gated_delta.states import LayerStates, RowStates, SequenceStates
 from deltafront.kernels.interface import Phase, no_phase
 from deltafront.kernels.layers.fp8 import Fp8Rows
 from deltafront.kernels.layers.norm import LinearInput, add_norm
@@ -22,7 +25,13 @@ from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collective
 from deltafront.workers.model.decoder.rope_angles import Rope
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.weights.layer_weights import AttentionWeights, LayerNorm, MlpWeights, Norm
+from deltafront.workers.model.weights.layer_weights import (
+    AttentionWeights,
+    GatedDeltaWeights,
+    LayerNorm,
+    MlpWeights,
+    Norm,
+)
 from deltafront.workers.model.weights.mixture_weights import MixtureWeights
 from deltafront.workers.model.weights.projections import Fp8Linear, Linear
 from deltafront.workers.model.weights.stack_weights import StackSpec, StackWeights
@@ -39,6 +48,9 @@ class LayerAttention(Protocol):
     def kv_rows(self, layer: int) -> KVRows:
         """Return where to write the layer's new K and V. Called before the layer's first kernel launch."""
 
+    def row_states(self, layer: int) -> RowStates:
+        """Return the states of a layer with linear attention, which the rows read and write."""
+
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
         """Compute the attention of rotated queries. Their K and V have been written to `kv_rows`.
 
@@ -48,10 +60,15 @@ class LayerAttention(Protocol):
         """
 
 
+def no_states(layer: int) -> RowStates:
+    raise ModelError(f"layer {layer} has linear attention, for whose state this caller has no room")
+
+
 @dataclass(frozen=True)
 class AttentionCalls:
     kv_rows: Callable[[int], KVRows]
     attend: Callable[[int, torch.Tensor], torch.Tensor | None]
+    row_states: Callable[[int], RowStates] = no_states
 
 
 @dataclass
@@ -88,7 +105,7 @@ class DecoderLayer:
 
     number: int
     config: ModelConfig
-    attention: AttentionWeights | None
+    attention: AttentionWeights | GatedDeltaWeights | None
     mlp_weights: MlpWeights | MixtureWeights | None
     collectives: Collectives = SINGLE_RANK
 
@@ -115,6 +132,20 @@ class DecoderLayer:
         config = self.config
         qkv_TXD = qkv_TO.view(-1, config.q_heads + 2 * config.kv_heads, config.head_dim)
         return rotate_and_store(qkv_TXD, *angles, norm, kv)
+
+    @property
+    def is_linear(self) -> bool:
+        return isinstance(self.attention, GatedDeltaWeights)
+
+    def linear_attention(self, residual: Residual, rows: RowStates) -> None:
+        """Compute linear attention from the normed residual, and write the states in `rows`."""
+        weights = self.attention
+        assert isinstance(weights, GatedDeltaWeights)
+        normed = norm_of(residual, weights.input_norm, self.config.rms_eps, quantised=False)
+        assert isinstance(normed, torch.Tensor)
+        ba_TJ = F.linear(normed, weights.ba_JC)
+        out_TO = gated_delta(weights.qkvz(normed), ba_TJ, weights.delta, rows)
+        self._update(residual, weights.output(out_TO), None)
 
     def attend_out(self, residual: Residual, out_THD: torch.Tensor) -> None:
         residual.hidden_TC = residual.total()
@@ -164,13 +195,27 @@ class DecoderLayer:
 
     @property
     def output_weight_CO(self) -> torch.Tensor:
-        return self._attention.output.weight_OI
+        return self._held.output.weight_OI
 
     @property
     def _attention(self) -> AttentionWeights:
+        if isinstance(weights := self._held, GatedDeltaWeights):
+            raise ModelError(
+                f"layer {self.number} has linear attention, without queries and keys to attend to"
+            )
+        return weights
+
+    @property
+    def _held(self) -> AttentionWeights | GatedDeltaWeights:
         if self.attention is None:
             raise ModelError(f"this stack does not have the attention of layer {self.number}")
         return self.attention
+
+
+def _products(weights: AttentionWeights | GatedDeltaWeights) -> list[Linear | Fp8Linear]:
+    if isinstance(weights, GatedDeltaWeights):
+        return [weights.qkvz, weights.output]
+    return [weights.qkv, weights.output, *([] if weights.gate is None else [weights.gate])]
 
 
 def rows_from(rows: LinearInput, first: int) -> LinearInput:
@@ -261,7 +306,8 @@ class LayerStack:
 
     def sinks(self, layer: int) -> torch.Tensor | None:
         """Return the layer's attention sinks (`AttentionInput.sink_H`)."""
-        return self._weights.attentions[layer - self.layers.start].sink_H
+        weights = self._weights.attentions[layer - self.layers.start]
+        return weights.sink_H if isinstance(weights, AttentionWeights) else None
 
     def layer(self, number: int) -> DecoderLayer:
         return self._layers[number - self._layers[0].number]
@@ -272,7 +318,8 @@ class LayerStack:
 
     @property
     def quantised(self) -> bool:
-        return self._weights.attentions[0].qkv.quantised
+        first = self._weights.attentions[0]
+        return (first.qkv if isinstance(first, AttentionWeights) else first.qkvz).quantised
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Return hidden_TC of token ids. The caller must check that they are below the vocabulary's size."""
@@ -283,9 +330,21 @@ class LayerStack:
         return hidden_TC if scale == 1.0 else hidden_TC * scale
 
     def forward(
-        self, hidden_TC: torch.Tensor, positions_T: torch.Tensor, attend: Attend, layers: range | None = None
+        self,
+        hidden_TC: torch.Tensor,
+        positions_T: torch.Tensor,
+        attend: Attend,
+        layers: range | None = None,
+        row_states: Callable[[int], RowStates] | None = None,
     ) -> torch.Tensor:
-        """Run layers without a KV cache. `attend` gets each layer's rotated q, k and v."""
+        """Run layers without a KV cache. `attend` gets each layer's rotated q, k and v.
+
+        Args:
+            row_states: States of layers with linear attention; None: the rows are a sequence from its start.
+
+        Raises:
+            ModelError: Rows that are no sequence from its start need states.
+        """
         shape = len(hidden_TC), self.config.kv_heads, self.config.head_dim
         rows_T = torch.arange(len(hidden_TC), device=self.device)
         fresh: dict[int, KVRows] = {}
@@ -299,7 +358,24 @@ class LayerStack:
             kv = fresh.pop(layer)
             return attend(layer, q_THD, kv.k_RGD, kv.v_RGD)
 
-        return self.run(hidden_TC, positions_T, AttentionCalls(kv_rows, attended), layers=layers)
+        def states(layer: int) -> SequenceStates:
+            if positions_T.tolist() != list(range(len(hidden_TC))):
+                raise ModelError(
+                    f"layer {layer} has linear attention: rows after a sequence's start need states"
+                )
+            return SequenceStates(self.fresh_states(1), 0, ((len(hidden_TC), 0),))
+
+        calls = AttentionCalls(kv_rows, attended, row_states or states)
+        return self.run(hidden_TC, positions_T, calls, layers=layers)
+
+    def fresh_states(self, slots: int) -> LayerStates:
+        """Return states of a layer with linear attention before a sequence's first row: zeros."""
+        if (linear := self.config.linear) is None:
+            raise ModelError("no layer of this model has linear attention")
+        return LayerStates(
+            torch.zeros((slots, *linear.conv_shape), dtype=self.dtype, device=self.device),
+            torch.zeros((slots, *linear.recurrent_shape), dtype=torch.float32, device=self.device),
+        )
 
     def run(
         self,
@@ -315,7 +391,8 @@ class LayerStack:
         Args:
             positions_T: Each row's absolute position, in any order.
             layers: The layers to run; None: all of the stack.
-            phase: Times all work outside attention as "projection". `attention` times itself.
+            phase: Times all work outside attention as "projection", and with it linear attention. `attention`
+                times itself.
 
         Returns:
             hidden_TC of the rows that later layers or logits need.
@@ -327,6 +404,12 @@ class LayerStack:
             if layers.start == self.layers.start and self._layers[0].attention is None:
                 self._layers[0].mlp(residual)  # the previous stage has computed this layer's attention
         for layer in map(self.layer, layers):
+            if layer.is_linear:
+                rows = attention.row_states(layer.number)
+                with phase("projection"):
+                    layer.linear_attention(residual, rows)
+                    layer.mlp(residual)
+                continue
             kv = attention.kv_rows(layer.number)
             with phase("projection"):
                 q_THD = layer.qkv(residual, angles_of(layer.number), kv)
@@ -351,13 +434,24 @@ class LayerStack:
         return lambda layer: own.get(layer, angles)
 
     def compile_gemms(self) -> None:
-        attention = self._weights.attentions[0]
-        products: list[Linear | Fp8Linear | MixtureWeights] = [attention.qkv, attention.output]
-        products += [] if attention.gate is None else [attention.gate]
+        products: list[Linear | Fp8Linear | MixtureWeights] = []
+        for attention in {type(one): one for one in self._weights.attentions}.values():
+            products += _products(attention)
         for mlp in {type(mlp): mlp for mlp in self._weights.mlps}.values():
             products += [mlp] if isinstance(mlp, MixtureWeights) else [mlp.gate_up, mlp.down]
         for product in products:
             product.compile()
+
+        self._warm_linear_attention()
+
+    def _warm_linear_attention(self) -> None:
+        """Run linear attention once on a GPU, which compiles its kernels for any number of rows."""
+        weights = next((one for one in self._weights.attentions if isinstance(one, GatedDeltaWeights)), None)
+        if weights is None or self.device.type != "cuda":
+            return
+        rows = SequenceStates(self.fresh_states(1), 0, ((CHUNK, 0),))
+        hidden_TC = torch.zeros(CHUNK, self.config.hidden, dtype=self.dtype, device=self.device)
+        gated_delta(weights.qkvz(hidden_TC), F.linear(hidden_TC, weights.ba_JC), weights.delta, rows)
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
         """Return float32 logits_TV."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from deltafront.workers.model.directory.layer_config import (
     layers_without_windows,
+    read_linear,
     read_mixture,
     read_windows,
     unrotated_layers,
@@ -106,6 +107,7 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
         "rotary_dim": None if rotated == head_dim else rotated,
         "unrotated_layers": unrotated_layers(raw, layers),
         "mixture": mixture,
+        "linear": read_linear(raw, family, layers),
         "qk_norm": "use_qk_norm" in family.implied and bool(raw["use_qk_norm"]),
         "sliding_window": window,
         "window_layers": sliding,
@@ -225,6 +227,10 @@ def _refuse_combinations(config: ModelConfig) -> None:
         raise ModelError("LayerNorms after attention or MLP are not supported")
     if config.qk_norm_after_rope and config.qk_norm_all_heads:
         raise ModelError("QK norm over all heads after the rotation is not supported")
+    if config.linear is not None and (config.parallel or config.norms != "before"):
+        raise ModelError("linear attention is supported only with norms before attention and MLP")
+    if config.fused_q_gate and (config.fused_qkv or config.qkv_bias or not config.attention_gate):
+        raise ModelError("a gate in q_proj is supported only beside k_proj and v_proj without biases")
 
 
 def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:

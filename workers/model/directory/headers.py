@@ -134,8 +134,8 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
     stored = {
         own: stored[name] for own, name in own_names(stored, read_json(directory / "config.json")).items()
     }
-    if FAMILIES[config.architecture].stacks_experts:
-        stored = _each_expert(stored, config)
+    if (stacks := FAMILIES[config.architecture].stacks_experts) is not None:
+        stored = _each_expert(stored, config, alternate=stacks == "alternating")
     _check_counts(directory, stored, config)
     form, expected = quantised_form(directory), config.shapes()
     if form is not None:
@@ -147,10 +147,10 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
         raise ModelError(f"{directory}: {problem}")
 
 
-def _each_expert(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+def _each_expert(stored: Mapping[str, Stored], config: ModelConfig, alternate: bool) -> dict[str, Stored]:
     """Replace each tensor that holds all experts of a layer by one entry for each expert."""
     experts = 0 if config.mixture is None else config.mixture.experts
-    parts = expert_parts({name: one.shape for name, one in stored.items()}, experts)
+    parts = expert_parts({name: one.shape for name, one in stored.items()}, experts, alternate)
     stacked = {part.stacked: stored[part.stacked] for part in parts.values()}
     own = {
         name: replace(whole, shape=part.shape(whole.shape))

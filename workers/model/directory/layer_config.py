@@ -1,7 +1,8 @@
-"""Reads from config.json which layers have experts, which have sliding windows, and which have no RoPE."""
+"""Reads from config.json which layers have experts, linear attention, sliding windows, and no RoPE."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,10 @@ from deltafront.workers.model.families.family import Family
 
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 """The bias of a router's choice, in a layer."""
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_FLOAT32_BYTES = 4
+_CHUNK = 64
+_KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
 _SCORES = "softmax", "sigmoid", "biased_softmax"
 _GATED = "shared_expert_intermediate_size"
 
@@ -64,6 +68,105 @@ class MixtureConfig:
         """Return the configuration of each rank, if there are `ranks` tensor-parallel ranks."""
         shared, dense = self.shared_width // ranks, self.dense_width // ranks
         return replace(self, shared_width=shared, dense_width=dense)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """Layers with gated delta networks instead of attention (Yang et al. 2024, arXiv 2412.06464).
+
+    Args:
+        layers: Indices of these layers, ascending.
+        key_heads: Heads of queries and keys. Value head h uses key head h // (value_heads / key_heads).
+        conv_width: Inputs that each output of the causal convolution is made of.
+        fused: True if checkpoints store a key head's rows of q, k, v and the output gate together, and its
+            rows of beta and decay.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    fused: bool = False
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """The shape of a layer's convolution state: earlier inputs, and their channels."""
+        return self.conv_width - 1, self.conv_channels
+
+    @property
+    def recurrent_shape(self) -> tuple[int, int, int]:
+        return self.value_heads, self.key_dim, self.value_dim
+
+    def state_bytes(self, number_bytes: int) -> int:
+        """Count the bytes of one layer's state of one sequence. The recurrent state is float32, whatever the
+        model's dtype."""
+        conv, recurrent = math.prod(self.conv_shape), math.prod(self.recurrent_shape)
+        return conv * number_bytes + recurrent * _FLOAT32_BYTES
+
+    @property
+    def modules(self) -> dict[str, int]:
+        """The output channels of each linear layer before the convolution."""
+        gates = {"in_proj_ba": 2 * self.value_heads}
+        if self.fused:
+            return {"in_proj_qkvz": self.conv_channels + self.value_width, **gates}
+        gates = dict.fromkeys(("in_proj_b", "in_proj_a"), self.value_heads)
+        return {"in_proj_qkv": self.conv_channels, "in_proj_z": self.value_width, **gates}
+
+    @property
+    def recurrent_macs(self) -> int:
+        """Multiply-adds of convolution and recurrence per token, in chunks of 64 tokens (Yang et al. 2024,
+        section 3.3): three products with the state, and two with the chunk's keys and values each."""
+        state = 3 * self.key_dim * self.value_dim
+        chunk = 2 * _CHUNK * (self.key_dim + self.value_dim)
+        return self.value_heads * (state + chunk) + self.conv_channels * self.conv_width
+
+
+def read_linear(raw: Mapping[str, Any], family: Family, layers: int) -> LinearConfig | None:
+    """Read the gated-delta layers; None if the family has none. Raises ModelError for values that do not go
+    together."""
+    if _VALUE_HEADS not in family.implied:
+        return None
+    kinds = _linear_kinds(raw, layers)
+    if _FULL not in kinds:
+        raise ModelError(
+            "config.json: all layers have linear attention, but a model needs one with a KV cache"
+        )
+    keys, values = positive_int(raw, _KEY_HEADS), positive_int(raw, _VALUE_HEADS)
+    if values % keys:
+        raise ModelError(f"config.json: {_VALUE_HEADS} = {values} is no multiple of {_KEY_HEADS} = {keys}")
+    if (width := positive_int(raw, "linear_conv_kernel_dim")) < 2:
+        raise ModelError(f"config.json: linear_conv_kernel_dim = {width} must be 2 or more")
+    if _LINEAR not in kinds:
+        return None
+    return LinearConfig(
+        layers=tuple(n for n, kind in enumerate(kinds) if kind == _LINEAR),
+        key_heads=keys,
+        value_heads=values,
+        key_dim=positive_int(raw, "linear_key_head_dim"),
+        value_dim=positive_int(raw, "linear_value_head_dim"),
+        conv_width=width,
+        fused=family.fuses_linear,
+    )
+
+
+def _linear_kinds(raw: Mapping[str, Any], layers: int) -> list[str]:
+    """Return each layer's kind: those of `layer_types`, or full attention in every n-th layer."""
+    if (named := raw.get("layer_types")) is None:
+        every = positive_int(raw, "full_attention_interval", 4)
+        return [_LINEAR if (n + 1) % every else _FULL for n in range(layers)]
+    if not isinstance(named, list) or len(named) != layers or not {_LINEAR, _FULL}.issuperset(named):
+        raise ModelError(f"config.json: layer_types = {named!r} must be {layers} of {_LINEAR} and {_FULL}")
+    return named
 
 
 def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from deltafront.workers.model.directory.layer_config import MixtureConfig
+from deltafront.workers.model.directory.layer_config import LinearConfig, MixtureConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
 from deltafront.workers.model.layer_shares import LayerShare, balanced
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LINEAR = "linear_attn"
+"""The module of a layer's gated delta network."""
 
 SHARED, SHARED_GATE = "mlp.shared_experts", "mlp.shared_gate"
 """Names of a layer's shared expert and of its gate."""
@@ -56,6 +58,9 @@ class ModelConfig:
         attention_gate: True if the output of attention is multiplied by a gate of its input.
         attention_sinks: True if each query head has an attention sink (`kernels.interface.AttentionInput`).
         router_bias: True if the router's logits have a bias.
+        linear: The layers with gated delta networks instead of attention; None: all layers have attention.
+        fused_q_gate: True if checkpoints store each query head's rows of q, then those of its gate, in
+            q_proj.
     """
 
     architecture: str
@@ -100,23 +105,27 @@ class ModelConfig:
     attention_gate: bool = False
     attention_sinks: bool = False
     router_bias: bool = False
+    linear: LinearConfig | None = None
+    fused_q_gate: bool = False
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Split the layers over pipeline stages so that the slowest stage is as fast as possible. A cut may
         be inside a layer.
 
         Costs are multiply-adds per token of a long prompt. The last layer counts only with its QKV
-        projection, and the output head runs once per 512 tokens. Raises ModelError if there are more stages
-        than layers.
+        projection, unless its attention is linear, and the output head runs once per 512 tokens. Raises
+        ModelError if there are more stages than layers.
         """
         most = self.layers
         if not 1 <= stages <= most:
             raise ModelError(f"{most} layers cannot be split over {stages} stages: use 1 to {most}")
         costs: list[int] = []
         for n in range(self.layers):
-            keys = self.windows.get(n, _SPLIT_KEYS)
-            costs += self.attention_matrices + self.macs_per_pair * keys, self.of_layer(n).mlp_macs
-        costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
+            keys, kind = self.windows.get(n, _SPLIT_KEYS), self.of_layer(n)
+            costs += kind.attention_macs + kind.macs_per_pair * keys, kind.mlp_macs
+        if self.layers - 1 not in self.linear_layers:
+            costs[-2:] = self.qkv_matrices, 0
+        costs[-2] += self.vocab * self.hidden // _SPLIT_TOKENS
         if self.parallel:  # attention and MLP have the same input: cut only between layers
             costs = [cost for pair in zip(costs[::2], costs[1::2], strict=True) for cost in (sum(pair), 0)]
         return balanced(tuple(costs), stages)
@@ -124,8 +133,14 @@ class ModelConfig:
     def of_rank(self, ranks: int) -> ModelConfig:
         """Return the configuration of each rank, if there are `ranks` tensor-parallel ranks.
 
-        Raises ModelError unless KV heads and MLP columns divide evenly over ranks.
+        Raises ModelError unless KV heads and MLP columns divide evenly over ranks, and for several ranks of a
+        model with linear attention.
         """
+        if ranks > 1 and self.linear is not None:
+            raise ModelError(
+                f"decode.tensor_parallel: {ranks} ranks cannot share {self.architecture}, whose layers with "
+                "linear attention are computed by one rank: set it to 1"
+            )
         shared = [(self.kv_heads, "key/value heads"), *((width, "MLP columns") for width in self.mlp_widths)]
         for count, what in shared:
             if count % ranks:
@@ -142,20 +157,57 @@ class ModelConfig:
 
     def of_layer(self, layer: int) -> ModelConfig:
         """Return a configuration in which all layers are like this one."""
-        if self.mixture is None or layer not in self.mixture.dense_layers:
+        mixture, linear, width = self.mixture, self.linear, self.intermediate
+        if mixture is not None and layer in mixture.dense_layers:
+            width, mixture = mixture.dense_width, None
+        if linear is not None:
+            linear = replace(linear, layers=tuple(range(self.layers))) if layer in linear.layers else None
+        if (mixture, linear) == (self.mixture, self.linear):
             return self
-        return replace(self, mixture=None, intermediate=self.mixture.dense_width)
+        return replace(self, mixture=mixture, intermediate=width, linear=linear)
 
     def kinds(self, layers: range) -> list[tuple[ModelConfig, int]]:
         """Return each kind of layer (a configuration from `of_layer`) among `layers`, with its number of
         layers."""
-        dense = [n for n in self.mixture.dense_layers if n in layers] if self.mixture else []
-        return [(self, len(layers) - len(dense)), *((self.of_layer(n), len(dense)) for n in dense[:1])]
+        dense = () if self.mixture is None else self.mixture.dense_layers
+        alike: dict[tuple[bool, bool], list[int]] = {}
+        for n in layers:
+            alike.setdefault((n in self.linear_layers, n in dense), []).append(n)
+        return [(self.of_layer(numbers[0]), len(numbers)) for numbers in alike.values()]
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        return () if self.linear is None else self.linear.layers
+
+    def attention_layers(self, layers: range) -> tuple[int, ...]:
+        """Return those of `layers` that have attention, and therefore K and V."""
+        return tuple(n for n in layers if n not in self.linear_layers)
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers with K and V."""
+        return self.layers - len(self.linear_layers)
+
+    def state_bytes(self, layers: range, number_bytes: int) -> int:
+        """Count the bytes of one sequence's state in those of `layers` that have linear attention."""
+        linear = self.linear
+        own = 0 if linear is None else sum(n in linear.layers for n in layers)
+        return 0 if linear is None else own * linear.state_bytes(number_bytes)
+
+    @property
+    def exact_layers(self) -> tuple[int, ...]:
+        """The layers to which no sparse method applies: those with sliding windows or linear attention."""
+        return tuple(sorted({*self.window_layers, *self.linear_layers}))
+
+    @property
+    def of_linear_layers(self) -> LinearConfig | None:
+        """The sizes of linear attention if all layers have it, as `of_layer` of such a layer says."""
+        return self.linear if len(self.linear_layers) == self.layers else None
 
     def matrix_widths(self, ranks: int = 1) -> tuple[int, ...]:
         """Return the input widths of a rank's weight matrices. Raises ModelError as `of_rank` does."""
-        part = self.of_rank(ranks)
-        return self.hidden, *part.mlp_widths, part.q_heads * self.head_dim
+        part, linear = self.of_rank(ranks), () if self.linear is None else (self.linear.value_width,)
+        return self.hidden, *part.mlp_widths, part.q_heads * self.head_dim, *linear
 
     @property
     def windows(self) -> dict[int, int]:
@@ -164,13 +216,25 @@ class ModelConfig:
 
     @property
     def macs_per_pair(self) -> int:
-        """Multiply-adds of a layer's attention per pair of query and key."""
-        return 2 * self.q_heads * self.head_dim
+        """Multiply-adds of a layer's attention per pair of query and key; 0 for linear attention."""
+        return 0 if self.of_linear_layers else 2 * self.q_heads * self.head_dim
 
     @property
     def attention_matrices(self) -> int:
-        """Number of parameters in a layer's attention matrices; also the multiply-adds per token."""
+        """Number of parameters in a layer's attention matrices; also their multiply-adds per token.
+
+        In a model with linear attention in some layers, these are the other layers' matrices. `of_layer`
+        tells.
+        """
+        if (linear := self.of_linear_layers) is not None:
+            return self.hidden * (sum(linear.modules.values()) + linear.value_width)
         return self.qkv_matrices + (1 + self.attention_gate) * self.hidden * self.head_dim * self.q_heads
+
+    @property
+    def attention_macs(self) -> int:
+        """Multiply-adds of a layer's attention per token, without those per pair of query and key."""
+        linear = self.of_linear_layers
+        return self.attention_matrices + (0 if linear is None else linear.recurrent_macs)
 
     @property
     def qkv_matrices(self) -> int:
@@ -215,13 +279,18 @@ class ModelConfig:
 
         `embedding` adds the embedding, `head` the output head with its norm. A tied embedding counts once.
         """
-        attention = _numbers(self._halves()[0])
-        if self.qk_norm and not self.qk_norm_all_heads:  # loading repeats the norm's weights for each head
-            attention += (self.q_heads + self.kv_heads - 2 + self.qk_norm_after_rope) * self.head_dim
+        attention = sum(count * kind._attention_numbers for kind, count in self.kinds(layers))
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
         kinds = self.kinds(layers if mlps is None else mlps)
-        halves = len(layers) * attention + sum(n * _numbers(kind._halves()[1]) for kind, n in kinds if n)
+        halves = attention + sum(n * _numbers(kind._halves()[1]) for kind, n in kinds)
         return halves + (tables * self.vocab + head * (1 + self.norm_bias)) * self.hidden
+
+    @property
+    def _attention_numbers(self) -> int:
+        numbers = _numbers(self._halves()[0])
+        if not self.qk_norm or self.qk_norm_all_heads or self.of_linear_layers:
+            return numbers  # otherwise loading repeats the norm's weights for each head
+        return numbers + (self.q_heads + self.kv_heads - 2 + self.qk_norm_after_rope) * self.head_dim
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of all tensors under a Llama checkpoint's names, without a tied output head."""
@@ -258,16 +327,34 @@ class ModelConfig:
         return {f"mlp.experts.{n}": self.intermediate for n in range(mixture.experts)} | shared
 
     def _halves(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
+        linear = self.of_linear_layers
+        return self._attention_half() if linear is None else self._linear_half(linear), self._mlp_half()
+
+    def _linear_half(self, linear: LinearConfig) -> dict[str, Shape]:
+        half = self._norm("input_layernorm")
+        for module, rows in linear.modules.items():
+            half |= _linear(f"{LINEAR}.{module}", rows, self.hidden, bias=False)
+        half[f"{LINEAR}.conv1d.weight"] = (linear.conv_channels, 1, linear.conv_width)
+        half |= {f"{LINEAR}.{name}": (linear.value_heads,) for name in ("A_log", "dt_bias")}
+        half[f"{LINEAR}.norm.weight"] = (linear.value_dim,)
+        return half | _linear(f"{LINEAR}.out_proj", self.hidden, linear.value_width, bias=False)
+
+    def _attention_half(self) -> dict[str, Shape]:
         hidden, q = self.hidden, self.q_heads * self.head_dim
         attention = self._norms("input_layernorm", "self_attn.post_norm")
         for module, rows in self.qkv_modules.items():
-            attention |= _linear(f"self_attn.{module}", rows, hidden, self.qkv_bias)
+            gate = q if self.fused_q_gate and module == "q_proj" else 0
+            attention |= _linear(f"self_attn.{module}", rows + gate, hidden, self.qkv_bias)
         for name, heads in (("q", self.q_heads), ("k", self.kv_heads)) if self.qk_norm else ():
             width = heads * self.head_dim if self.qk_norm_all_heads else self.head_dim
             attention[f"self_attn.{name}_norm.weight"] = (width,)
         attention |= _linear("self_attn.o_proj", hidden, q, self.o_bias)
-        attention |= _linear("self_attn.gate_proj", q, hidden, bias=False) if self.attention_gate else {}
-        attention |= {"self_attn.sinks": (self.q_heads,)} if self.attention_sinks else {}
+        if self.attention_gate and not self.fused_q_gate:
+            attention |= _linear("self_attn.gate_proj", q, hidden, bias=False)
+        return attention | ({"self_attn.sinks": (self.q_heads,)} if self.attention_sinks else {})
+
+    def _mlp_half(self) -> dict[str, Shape]:
+        hidden = self.hidden
         mlp = {} if self.parallel else self._norms("post_attention_layernorm", "mlp.post_norm")
         if self.activation == "xielu":
             mlp |= {f"mlp.act_fn.{name}": (1,) if "alpha" in name else () for name in XIELU}
@@ -279,7 +366,7 @@ class ModelConfig:
             for name, times in self.gate_up_modules.items():
                 mlp |= _linear(f"{module}.{name}", times * width, hidden, self.mlp_bias)
             mlp |= _linear(f"{module}.down_proj", hidden, width, self.mlp_bias)
-        return attention, mlp
+        return mlp
 
     def _norms(self, before: str, after: str) -> dict[str, Shape]:
         names = {"before": (before,), "after": (after,), "both": (before, after)}[self.norms]

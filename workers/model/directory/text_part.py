@@ -16,10 +16,6 @@ prefix in a text-only checkpoint."""
 
 _STACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 _ENDS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
-_MODULES = {
-    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
-    "down_proj": {"down_proj": slice(None)},
-}
 
 Shape = tuple[int, ...]
 
@@ -83,8 +79,9 @@ def _text_names(names: Iterable[str]) -> dict[str, str]:
 class ExpertPart:
     """One expert's part of a tensor with all experts of a layer: the rows `rows` of its matrix.
 
-    Rows of gate and up alternate (gpt-oss). In 16 bits a tensor is [experts, inputs, outputs]; in MXFP4 its
-    parts are [experts, outputs, …]; biases are [experts, outputs].
+    gpt-oss alternates rows of gate and up. In 16 bits its tensors are [experts, inputs, outputs]; in MXFP4
+    their parts are [experts, outputs, …]; biases are [experts, outputs]. Qwen3.5 has all rows of gate first,
+    in tensors of [experts, outputs, inputs].
 
     Attributes:
         stacked: Our name of the stacked tensor.
@@ -101,26 +98,37 @@ class ExpertPart:
         return (len(range(own[0])[self.rows]), *own[1:]) if own else ()
 
 
-def expert_parts(shapes: Mapping[str, Shape], experts: int) -> dict[str, ExpertPart]:
+def expert_parts(shapes: Mapping[str, Shape], experts: int, alternate: bool) -> dict[str, ExpertPart]:
     """Map the name of each expert's own tensor, such as `model.layers.0.mlp.experts.3.up_proj.weight`, to its
     part of a stacked tensor.
 
     Args:
         shapes: The shapes of a checkpoint's tensors, by our names. Tensors that are not of `experts` experts
             are left out.
+        alternate: True if rows of gate and up alternate in the stacked tensors.
     """
     return {
         name: part
         for stacked, shape in shapes.items()
         if shape and shape[0] == experts
-        for name, part in _parts_of(stacked, experts)
+        for name, part in _parts_of(stacked, shape, alternate)
     }
 
 
-def _parts_of(stacked: str, experts: int) -> Iterator[tuple[str, ExpertPart]]:
+def _parts_of(stacked: str, shape: Shape, alternate: bool) -> Iterator[tuple[str, ExpertPart]]:
     if (found := _STACKED.fullmatch(stacked)) is None:
         return
     prefix, module, end = found.groups()
-    for expert in range(experts):
-        for own, rows in _MODULES[module].items():
-            yield f"{prefix}{expert}.{own}.{_ENDS[end]}", ExpertPart(stacked, expert, rows, not end)
+    transposed = alternate and not end
+    for expert in range(shape[0]):
+        for own, rows in _rows_of(module, shape, alternate).items():
+            yield f"{prefix}{expert}.{own}.{_ENDS[end]}", ExpertPart(stacked, expert, rows, transposed)
+
+
+def _rows_of(module: str, shape: Shape, alternate: bool) -> dict[str, slice]:
+    if module == "down_proj":
+        return {module: slice(None)}
+    if alternate:
+        return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+    half = shape[1] // 2 if len(shape) > 1 else 0
+    return {"gate_proj": slice(0, half), "up_proj": slice(half, None)}

@@ -1,7 +1,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 OPTIONAL: Mapping[str, Any] = {
     "attention_bias": False,
@@ -23,6 +23,8 @@ OPTIONAL: Mapping[str, Any] = {
     "use_bidirectional_attention": False,
 }
 """Keys of config.json that only some families have, each with the value that has no effect."""
+
+Stacks = Literal["alternating", "halves"]
 
 _LAYERS = "model.layers."
 _EXPERT = re.compile(r"experts\.(\d+)\.")
@@ -77,7 +79,9 @@ class Family:
         unread: Prefixes of our names of tensors that only multi-token prediction uses. They are not loaded.
         yarn: The trained length for each value of max_position_embeddings. Cards of these models extend it by
             YaRN to four times that length.
-        stacks_experts: True if a tensor of a checkpoint has all experts of a layer (`directory.text_part`).
+        stacks_experts: How a tensor of a checkpoint has all experts of a layer, if it does
+            (`directory.text_part`): rows of gate and up alternate, or gate has the first half.
+        fuses_linear: `LinearConfig.fused` of the family's checkpoints.
         scales_by_width: True if embeddings are multiplied by the square root of the hidden size, unless
             config.json says `mup_enabled: false`.
         rotates_windows_alone: True if only layers with sliding windows use RoPE, if there are any.
@@ -101,7 +105,8 @@ class Family:
     tensors: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     yarn: Mapping[int, int] = field(default_factory=dict)
-    stacks_experts: bool = False
+    stacks_experts: Stacks | None = None
+    fuses_linear: bool = False
     scales_by_width: bool = False
     rotates_windows_alone: bool = False
     gguf: GgufNames | None = None

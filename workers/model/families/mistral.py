@@ -123,6 +123,6 @@ GPT_OSS = Family(
     keys=_KEYS,
     ignored=("initial_context_length",),
     tensors={"mlp.router": "mlp.gate"},
-    stacks_experts=True,
+    stacks_experts="alternating",
     note="MXFP4 is dequantised.",
 )

@@ -1,10 +1,11 @@
-"""The weights of a layer's attention and MLP, and the norms and activations that torch computes."""
+"""The weights of a layer's attention (or linear attention) and MLP, and norms and activations in torch."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from deltafront.kernels.gated_delta.parameters import DeltaParameters
 from deltafront.kernels.layers.fp8 import quantise_rows
 from deltafront.kernels.layers.norm import LinearInput
 from deltafront.workers.model.weights.projections import Activation, Fp8Linear, Linear
@@ -74,6 +75,24 @@ class AttentionWeights:
     q_scale_D: torch.Tensor | None = None
     gate: Linear | Fp8Linear | None = None
     sink_H: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """The weights of a layer's linear attention, a gated delta network (`kernels.gated_delta.layer`).
+
+    Args:
+        qkvz: The projection to queries, keys, values and the output gate z.
+        ba_JC: The projection to beta and decay. Never quantised, since errors of decays add up over a
+            sequence.
+        delta: What follows these projections.
+    """
+
+    input_norm: Norm | None
+    qkvz: Linear | Fp8Linear
+    ba_JC: torch.Tensor
+    delta: DeltaParameters
+    output: Linear | Fp8Linear
 
 
 @dataclass(frozen=True)

@@ -115,18 +115,18 @@ def open_weights(directory: str | Path) -> WeightSource:
         files = dict.fromkeys(open_safetensors(single).keys(), single)
     source: WeightSource = SafetensorsSource(files, own_names(files, read_json(root / "config.json")))
     family, form = family_of(text_config(read_json(root / "config.json"))), quantised_form(root)
-    if family is not None and family.stacks_experts:
-        source = _each_expert(source, read_config(root))
+    if family is not None and family.stacks_experts is not None:
+        source = _each_expert(source, read_config(root), family.stacks_experts == "alternating")
     if form is None:
         return source
     shapes = read_config(root).shapes()
     return QuantisedSource(source, form, {HEAD: shapes[EMBEDDING]} | shapes)
 
 
-def _each_expert(source: WeightSource, config: ModelConfig) -> WeightSource:
+def _each_expert(source: WeightSource, config: ModelConfig, alternate: bool) -> WeightSource:
     experts = 0 if config.mixture is None else config.mixture.experts
     shapes = {name: tuple(source.read(name).shape) for name in source.names() if ".mlp.experts." in name}
-    return StackedExpertsSource(source, expert_parts(shapes, experts))
+    return StackedExpertsSource(source, expert_parts(shapes, experts, alternate))
 
 
 def open_safetensors(path: Path) -> Any:

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from deltafront.workers.model.directory.layer_config import CHOICE_BIAS
+from deltafront.kernels.gated_delta.parameters import DeltaParameters
+from deltafront.workers.model.directory.layer_config import CHOICE_BIAS, LinearConfig
 from deltafront.workers.model.directory.model_config import (
     EMBEDDING,
     HEAD,
+    LINEAR,
     SHARED,
     SHARED_GATE,
     XIELU,
@@ -27,6 +29,7 @@ from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.layer_weights import (
     AttentionWeights,
+    GatedDeltaWeights,
     LayerNorm,
     MlpWeights,
     Norm,
@@ -45,8 +48,12 @@ log = logging.getLogger(__name__)
 
 _TOLD_LAYERS = 8
 
-_ATTENTION = ("input_layernorm.", "self_attn.")
+GATE = "gate_proj"
+"""The gate of attention in module `self_attn`. Some checkpoints store it in q_proj."""
+
+_ATTENTION = ("input_layernorm.", "self_attn.", f"{LINEAR}.")
 _MLP = ("post_attention_layernorm.", "mlp.")
+_FUSED_Q_GATE = ".self_attn.q_proj.weight", f".self_attn.{GATE}.weight"
 _ROTATED = ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm")
 
 
@@ -86,14 +93,14 @@ class StackSpec:
 class StackWeights:
     """The weights of a `LayerStack`. A tied embedding and output head are one tensor."""
 
-    attentions: tuple[AttentionWeights, ...]
+    attentions: tuple[AttentionWeights | GatedDeltaWeights, ...]
     mlps: tuple[MlpWeights | MixtureWeights, ...]
     embedding_VC: torch.Tensor | None
     final_norm: Norm | None
     head: Linear | None
 
 
-Half = TypeVar("Half", AttentionWeights, MlpWeights | MixtureWeights)
+Half = TypeVar("Half", AttentionWeights | GatedDeltaWeights, MlpWeights | MixtureWeights)
 
 
 class _Reader:
@@ -184,6 +191,18 @@ class _Reader:
         return Linear(weight_OI, None if split and self.spec.rank else bias_O)
 
     def _read(self, name: str) -> torch.Tensor:
+        if self.spec.config.fused_q_gate and name.endswith(_FUSED_Q_GATE):
+            return self._q_or_gate(name)
+        return self._arranged(name, self._stored(name))
+
+    def _q_or_gate(self, name: str) -> torch.Tensor:
+        """Return the rows of q or of its gate. A checkpoint has them in one matrix, by heads."""
+        gates = name.endswith(_FUSED_Q_GATE[1])
+        fused = self._stored(name.replace(GATE, "q_proj"))
+        by_heads = fused.view(self.spec.config.q_heads, 2, self.spec.config.head_dim, -1)
+        return self._arranged(name, by_heads[:, int(gates)].flatten(0, 1))
+
+    def _stored(self, name: str) -> torch.Tensor:
         if name not in self.source.names():
             raise ModelError(f"the weights have no tensor {name!r}: they do not belong to this config.json")
         tensor, shape = self.source.read(name), self._shapes[name]
@@ -191,12 +210,14 @@ class _Reader:
             raise ModelError(f"tensor {name!r} is {tuple(tensor.shape)}, config.json says {shape}")
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ModelError(f"tensor {name!r} is {tensor.dtype}: quantised safetensors are not supported")
-        return self._arranged(name, tensor if self._adapter is None else self._adapter.merge(name, tensor))
+        return tensor if self._adapter is None else self._adapter.merge(name, tensor)
 
     def _arranged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reorder the channels of q's and k's heads as the RoPE kernel expects (`rotary_order`). This does
-        not change scores."""
+        """Reorder the channels of q's and k's heads as the RoPE kernel expects (`rotary_order`), and the rows
+        of linear attention's fused matrices. This does not change scores."""
         module, config = name.split(".")[-2], self.spec.config
+        if config.linear is not None and module in ("in_proj_qkvz", "in_proj_ba"):
+            return tensor[rows_by_kind(config.linear, module)]
         if self._channels_D is None or module not in _ROTATED:
             return tensor
         heads = tensor.view(-1, config.head_dim, *tensor.shape[1:])
@@ -248,6 +269,17 @@ def rotary_order(config: ModelConfig) -> torch.Tensor | None:
     return torch.cat([first, before, second, after])
 
 
+def rows_by_kind(linear: LinearConfig, module: str) -> torch.Tensor:
+    """Return the order of a fused matrix's rows in which all q come first, then all k, v and z, or all beta,
+    then all decays. A checkpoint has them by key heads."""
+    group = linear.value_heads // linear.key_heads
+    widths = [group] * 2
+    if module == "in_proj_qkvz":
+        widths = [linear.key_dim] * 2 + [group * linear.value_dim] * 2
+    rows = torch.arange(linear.key_heads * sum(widths)).view(linear.key_heads, -1)
+    return torch.cat([part.flatten() for part in torch.split(rows, widths, dim=1)])
+
+
 def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> StackWeights:
     """Load a stack's weights: read tensors, merge the adapter in float32, cast, copy to the device and
     quantise.
@@ -293,9 +325,9 @@ def _tables_are_equal(read: _Reader) -> bool:
 
 def _read_layers(
     read: _Reader, tell: Tell
-) -> tuple[tuple[AttentionWeights, ...], tuple[MlpWeights | MixtureWeights, ...]]:
+) -> tuple[tuple[AttentionWeights | GatedDeltaWeights, ...], tuple[MlpWeights | MixtureWeights, ...]]:
     share, threads = read.spec.share, 1 if read.spec.device.type == "cpu" else THREADS
-    attentions: list[AttentionWeights] = []
+    attentions: list[AttentionWeights | GatedDeltaWeights] = []
     mlps: list[MlpWeights | MixtureWeights] = []
     numbers = range(min(share.layers.start, share.mlps.start), share.layers.stop)
     layers = in_threads(lambda number: _read_layer(read, share, number), numbers, threads)
@@ -311,10 +343,14 @@ def _read_layers(
 
 def _read_layer(
     read: _Reader, share: LayerShare, layer: int
-) -> tuple[AttentionWeights | None, MlpWeights | MixtureWeights | None]:
+) -> tuple[AttentionWeights | GatedDeltaWeights | None, MlpWeights | MixtureWeights | None]:
     prefix = f"model.layers.{layer}."
-    attention = _read_attention(read, prefix) if layer in share.layers else None
-    read_mlp = _read_mlp if read.spec.config.of_layer(layer).mixture is None else _read_mixture
+    config = read.spec.config.of_layer(layer)
+    attention: AttentionWeights | GatedDeltaWeights | None = None
+    if layer in share.layers:
+        linear = config.of_linear_layers
+        attention = _read_attention(read, prefix) if linear is None else _read_linear(read, prefix, linear)
+    read_mlp = _read_mlp if config.mixture is None else _read_mixture
     mlp = read_mlp(read, prefix) if layer in share.mlps else None
     elsewhere = () if attention else _ATTENTION
     read.refuse_left_over(prefix, elsewhere if mlp else (*elsewhere, *_MLP))
@@ -340,8 +376,30 @@ def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
         output=read.linear(f"{module}o_proj", split=1),
         output_norm_C=read.norm(f"{module}post_norm"),
         q_scale_D=q_scale_D,
-        gate=read.linear(f"{module}gate_proj", split=0) if config.attention_gate else None,
+        gate=read.linear(f"{module}{GATE}", split=0) if config.attention_gate else None,
         sink_H=read.get(f"{module}sinks", split=0) if config.attention_sinks else None,
+    )
+
+
+def _read_linear(read: _Reader, prefix: str, linear: LinearConfig) -> GatedDeltaWeights:
+    module = f"{prefix}{LINEAR}."
+    projections = [f"{module}{name}" for name in linear.modules]
+    gates = 1 if linear.fused else 2
+    width = torch.float32
+    conv_E1X = read.get(f"{module}conv1d.weight")
+    return GatedDeltaWeights(
+        input_norm=read.input_norm(f"{prefix}input_layernorm"),
+        qkvz=read.linear(*projections[:-gates], split=0),
+        ba_JC=read.get(*(f"{name}.weight" for name in projections[-gates:])),
+        delta=DeltaParameters(
+            conv_EX=conv_E1X[:, 0].contiguous(),
+            decay_H=-read.get(f"{module}A_log", dtype=width).exp(),
+            bias_H=read.get(f"{module}dt_bias", dtype=width),
+            norm_D=read.get(f"{module}norm.weight", dtype=width),
+            eps=read.spec.config.rms_eps,
+            key_heads=linear.key_heads,
+        ),
+        output=read.linear(f"{module}out_proj", split=1),
     )
 
 

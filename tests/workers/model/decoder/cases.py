@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from deltafront.kernels.gated_delta.states import LayerStates, SequenceStates, StepStates
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.model.decoder.load import load_stack
@@ -78,7 +79,9 @@ def make_case(family: str, directory: Path) -> Case:
     model = model_class(config).from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() == 1:
+            if name.endswith("A_log"):  # states that keep some hundred rows
+                weight.copy_(torch.linspace(-6.0, 0.0, len(weight)))
+            elif weight.dim() == 1:
                 weight.copy_(torch.randn_like(weight) * 0.3 + (0.0 if name.endswith("bias") else 1.0))
             elif name.endswith("_bias"):  # of all experts
                 weight.copy_(torch.randn_like(weight) * 0.3)
@@ -118,6 +121,14 @@ def save_as_exaone(directory: Path) -> Path:
     return target
 
 
+def fresh_states(
+    config: ModelConfig, slots: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> LayerStates:
+    assert config.linear is not None
+    conv_SWE = torch.zeros((slots, *config.linear.conv_shape), dtype=dtype, device=device)
+    return LayerStates(conv_SWE, torch.zeros((slots, *config.linear.recurrent_shape), device=device))
+
+
 Sinks = Callable[[int], torch.Tensor | None]
 """Returns a layer's attention sinks: `LayerStack.sinks`."""
 
@@ -127,7 +138,8 @@ def no_sinks(layer: int) -> None:
 
 
 class Pages:
-    """A paged KV cache with dense or windowed attention, for chunks of one prompt and for decode steps."""
+    """A paged KV cache with dense or windowed attention, for chunks of one prompt and for decode steps, and
+    a state of each sequence for layers with linear attention."""
 
     def __init__(
         self,
@@ -140,6 +152,16 @@ class Pages:
         self.tables = [torch.tensor(table, dtype=torch.int32, device=device) for table in tables]
         layers, self.windows = range(config.layers), config.windows
         self.cache = PagedKVCache(layers, config.kv_heads, config.head_dim, pages, dtype, device)
+        self.states = {
+            layer: fresh_states(config, len(tables), dtype, device) for layer in config.linear_layers
+        }
+
+    def chunk_states(self, sequence: int, rows: int) -> Callable[[int], SequenceStates]:
+        return lambda layer: SequenceStates(self.states[layer], sequence, ((rows, sequence),))
+
+    def step_states(self) -> Callable[[int], StepStates]:
+        """Return the states of all sequences, for a row of each."""
+        return lambda layer: StepStates(states := self.states[layer], torch.arange(len(states.conv_SWE)))
 
     def chunk(self, sequence: int, start: int, sinks: Sinks = no_sinks) -> Callable[..., torch.Tensor]:
         def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
@@ -240,7 +262,8 @@ def prefill(
         hidden_TC = stages[0].embed(ids_T[start : start + length])
         positions_T = torch.arange(start, start + length)
         for stage in stages:
-            hidden_TC = stage.forward(hidden_TC, positions_T, pages.chunk(sequence, start, stage.sinks))
+            attend, states = pages.chunk(sequence, start, stage.sinks), pages.chunk_states(sequence, length)
+            hidden_TC = stage.forward(hidden_TC, positions_T, attend, row_states=states)
         logits.append(stages[-1].logits(hidden_TC))
         start += length
     return torch.cat(logits)

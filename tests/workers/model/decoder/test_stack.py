@@ -94,10 +94,13 @@ HALVES = {
 def test_cutting_stages_inside_a_layer_does_not_change_a_bit(case: Case, dtype: torch.dtype) -> None:
     """All bits are the same, because stages pass on the sum that the fused norm computes."""
 
+    attention = list(case.config.attention_layers(range(6)))
+
     def read(stacks: list[LayerStack]) -> list[torch.Tensor]:
         pages = Pages(case.config, [table_of(TOKENS)], dtype)
         logits_TV = prefill(stacks, case.ids_T, CUTS["ragged"], pages)
-        return [logits_TV, pages.cache.k_LPSGD, pages.cache.v_LPSGD]
+        states = [tensor for layer in pages.states.values() for tensor in vars(layer).values()]
+        return [logits_TV, *(side[attention] for side in pages.cache.sides), *states]
 
     whole = read(load_stages(case, 1, dtype))
     for halves in HALVES[dtype]:
@@ -148,7 +151,8 @@ def test_batched_decode_steps_equal_prefill(case: Case) -> None:
         positions = [length + step for length in lengths]
         hidden_TC = stack[0].embed(case.ids_T[positions])
         attend = pages.step(positions, stack[0].sinks)
-        hidden_TC = stack[0].forward(hidden_TC, torch.tensor(positions), attend)
+        given = hidden_TC, torch.tensor(positions), attend
+        hidden_TC = stack[0].forward(*given, row_states=pages.step_states())
         errors = row_errors(stack[0].logits(hidden_TC), case.logits_TV[positions])
         assert float(errors.max()) < LIMIT
 
@@ -169,7 +173,8 @@ def answered(case: Case, tokens: int = 64) -> list[int]:
         hidden_TC = stages[0].embed(torch.tensor(found[-1:]))
         for stage in stages:
             attend = pages.step([position], stage.sinks)
-            hidden_TC = stage.forward(hidden_TC, torch.tensor([position]), attend)
+            given = hidden_TC, torch.tensor([position]), attend
+            hidden_TC = stage.forward(*given, row_states=pages.step_states())
         logits_TV = stages[-1].logits(hidden_TC)
     return found
 
@@ -184,6 +189,7 @@ def widths(config: ModelConfig, name: str) -> list[int]:
 
 def test_each_rank_loads_its_heads_and_columns(case: Case) -> None:
     """Each part of a fused tensor is divided among ranks separately."""
+    skip_linear_attention(case)
     spec = StackSpec(
         config=case.config,
         layers=range(6),
@@ -211,7 +217,14 @@ def test_each_rank_loads_its_heads_and_columns(case: Case) -> None:
                     assert torch.equal(mine, theirs.weight_OI.chunk(2, dim=1)[rank])
 
 
+def skip_linear_attention(case: Case) -> None:
+    if case.config.linear is not None:
+        pytest.skip("several ranks do not share linear attention")
+
+
 def test_logits_of_two_ranks_equal_transformers(case: Case) -> None:
+    skip_linear_attention(case)
+
     def computed(stack: LayerStack) -> torch.Tensor:
         return prefill([stack], case.ids_T, CUTS["ragged"], Pages(stack.config, [table_of(TOKENS)]))
 
@@ -313,7 +326,7 @@ def held(weights: Any) -> dict[int, int]:
     """Return each tensor's number of elements by address, so that shared tensors count once."""
     if isinstance(weights, torch.Tensor):
         return {weights.data_ptr(): weights.numel()}
-    if weights is None or isinstance(weights, bool | MixtureConfig):
+    if weights is None or isinstance(weights, bool | int | float | MixtureConfig):
         return {}
     parts = weights if isinstance(weights, tuple) else vars(weights).values()
     return {key: count for part in parts for key, count in held(part).items()}
@@ -374,7 +387,7 @@ def test_forward_calls_attention_for_each_layer_with_its_heads(case: Case) -> No
     (stack,) = load_stages(case, 1)
     stack.forward(stack.embed(case.ids_T[:4]), torch.arange(4), attend)
     shape = (case.config.q_heads, case.config.head_dim), (case.config.kv_heads, case.config.head_dim)
-    assert seen == [(layer, *shape) for layer in range(6)]
+    assert seen == [(layer, *shape) for layer in case.config.attention_layers(range(6))]
 
 
 def test_a_stage_without_embedding_or_head_refuses_to_use_them(case: Case) -> None:

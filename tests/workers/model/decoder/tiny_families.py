@@ -73,6 +73,27 @@ GEMMA3: dict[str, Any] = {
     "sliding_window_pattern": 6,
     "query_pre_attn_scalar": 16,
 }
+LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+HYBRID: dict[str, Any] = {**SHAPE, **LINEAR, "head_dim": 32}
+KINDS = ["linear_attention", "full_attention", "linear_attention"] * 2
+"""Kinds of a hybrid model's layers, of which the first and the last have linear attention."""
+HYBRID_MIXTURE = {**HYBRID, **MIXTURE, "shared_expert_intermediate_size": 48}
+QWEN3_5_MOE = {
+    key: value for key, value in HYBRID_MIXTURE.items() if key not in ("intermediate_size", "norm_topk_prob")
+}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama3": lambda: transformers.LlamaConfig(
         **SHAPE | {"hidden_size": 96},
@@ -317,8 +338,31 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         text_config=transformers.Qwen3VLTextConfig(
             **SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
         ),
-        vision_config=transformers.Qwen3VLVisionConfig(
-            depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64
+        vision_config=transformers.Qwen3VLVisionConfig(**VISION),
+    ),
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**HYBRID, full_attention_interval=3),
+    "qwen3.5-ends-linear": lambda: transformers.Qwen3_5TextConfig(
+        **HYBRID | {"linear_conv_kernel_dim": 3, "linear_num_key_heads": 4},
+        layer_types=KINDS,
+        rope_parameters=YARN | {"partial_rotary_factor": 0.5},
+        tie_word_embeddings=True,
+    ),
+    "qwen3.5-multimodal": lambda: transformers.Qwen3_5Config(
+        text_config=transformers.Qwen3_5TextConfig(
+            **HYBRID, layer_types=KINDS, rope_parameters=MROPE | {"mrope_interleaved": True}
         ),
+        vision_config=transformers.Qwen3_5VisionConfig(**VISION),
+    ),
+    "qwen3.5-moe": lambda: transformers.Qwen3_5MoeTextConfig(**QWEN3_5_MOE),
+    "qwen3.5-moe-multimodal": lambda: transformers.Qwen3_5MoeConfig(
+        text_config=transformers.Qwen3_5MoeTextConfig(**QWEN3_5_MOE, rope_parameters=MROPE),
+        vision_config=transformers.Qwen3_5MoeVisionConfig(**VISION),
+    ),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(**HYBRID_MIXTURE),
+    "qwen3-next-mixed": lambda: transformers.Qwen3NextConfig(
+        **HYBRID_MIXTURE | {"norm_topk_prob": False, "linear_num_value_heads": 6},
+        layer_types=KINDS,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
     ),
 }
