@@ -54,7 +54,7 @@ ROOMS = {
         workers.messages workers.kv.cache workers.kv.pages.pool workers.prefill.stage workers.model.decoder
         workers.model.calibrated kernels""",
     "workers.kv": """workers.messages workers.settings workers.roles kernels.layers.kv_int8
-        kernels.layers.rope""",
+        kernels.layers.rope kernels.gated_delta.states""",
     "workers.kv.pages": "workers.messages workers.turns kernels.constants",
     "workers.prefill": "",
     "workers.prefill.stage": """workers.messages workers.settings workers.progress workers.rendezvous
@@ -66,7 +66,7 @@ ROOMS = {
         workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.turns
         workers.waits workers.model workers.kv kernels""",
     "service.errors": "",
-    "service.settings": "workers.settings workers.tracing",
+    "service.settings": "kernels.constants workers.settings workers.tracing",
     "service.config": """kernels.constants kernels.methods workers.settings service.settings
         workers.kv.pages.host_tier workers.model.family_registry workers.model.directory
         workers.model.calibrated""",
@@ -121,6 +121,7 @@ HOMES = {
     "torch": """kernels workers.model workers.calibration workers.evaluation workers.kv workers.prefill
         workers.decode workers.rendezvous""",
     "triton": "kernels",
+    "fla": "kernels.gated_delta.sequence",
     "transformers": "workers.model.decoder.rope_angles",
     "llguidance": "workers.model.grammars",
     "fsspec": "service.door.batches.storage",

@@ -100,14 +100,20 @@ class KVReceiver(Protocol):
 
     async def first_logits(self, message: stages.FirstLogits) -> None: ...
 
+    async def state(self, message: stages.HandedState) -> None: ...
+
     async def kv(self, wanted: stages.KVRange) -> stages.HostKV:
         """Return KV that has arrived, to a stage that resumes a prompt of a dead prefill group. Raises
         DecodeFailed.
         """
 
-    async def open_pages(self, writer: stages.PageWriter) -> tuple[int, ...]:
-        """Return the request's page table, so that a stage can write into its pages. They stay allocated
-        until the stage calls `close_pages` or its process ends. Raises DecodeFailed."""
+    async def held_state(self, request_id: str) -> stages.HandedState:
+        """Return the state with which a prefill group continues a request's prompt: after its cached prefix,
+        or where the previous attempt ended. Raises DecodeFailed if there is none."""
+
+    async def open_pages(self, writer: stages.PageWriter) -> stages.OpenedPages:
+        """Return the request's page table and state slots, so that a stage can write into them. They stay
+        allocated until the stage calls `close_pages` or its process ends. Raises DecodeFailed."""
 
     async def close_pages(self, writer: stages.PageWriter) -> None: ...
 

@@ -219,10 +219,13 @@ class DecodeConfig(WorkerConfig):
     """Maximum number of seconds that a request waits for free pages. A request that is expected to wait
     longer is refused at once."""
     append_chunk_tokens: Count = 256
+    state_slots: Count = 160
+    """Slots for the states of linear attention, if the model has any. A request needs two, a session one. In
+    the other slots the prefix cache keeps states, from which later prompts continue."""
     recompute_blocks: Blocks | None = None
     """Number of 128-token blocks of a sparsely prefilled prompt that are recomputed with dense attention
     before the first token: those that the question attends to most. Requests may override it. None: 32, or 0
-    if `door.default_method` is `dense`."""
+    if `door.default_method` is `dense` or the model has linear attention."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64
     recency: Count = 8
@@ -246,13 +249,18 @@ class DecodeConfig(WorkerConfig):
         if both := sorted({*self.full_layers} & {*self.delta_layers}):
             yield f"full_layers and delta_layers share {both}"
 
-    def layer_problems(self, layers: int, windows: Collection[int] = ()) -> Iterator[str]:
+    def layer_problems(
+        self, layers: int, windows: Collection[int] = (), linear: Collection[int] = ()
+    ) -> Iterator[str]:
         """Yield a message for each wrong key. The message begins with the key.
 
         Args:
             layers: Number of the model's layers.
             windows: The layers with a sliding window.
+            linear: The layers with linear attention.
         """
+        if among := sorted({*linear} & {*self.delta_layers}):
+            yield f"delta_layers names {among}, which have linear attention and therefore no pages"
         if among := sorted({*windows} & {*self.delta_layers}):
             yield f"delta_layers names {among}, which attend to a window: such layers choose no pages"
         for key, named in (("full_layers", self.full_layers), ("delta_layers", self.delta_layers)):

@@ -19,10 +19,17 @@ import torch
 from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.kv.cache import PagedKVCache, Sides, row_forms
 from deltafront.workers.kv.fetch import KVSource
-from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, UsePages, check_kv, described
+from deltafront.workers.kv.handoff.protocols import (
+    Destination,
+    HandoffError,
+    UsePages,
+    check_kv,
+    described,
+)
+from deltafront.workers.kv.states import State, StateCache, packed
 from deltafront.workers.messages.events import PrefillDone, PrefillReport
 from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
-from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
+from deltafront.workers.messages.stages import FirstLogits, HandedState, KVAnnouncement
 from deltafront.workers.prefill.group.chunks import ModelWork
 from deltafront.workers.prefill.group.controller import PrefillController
 from deltafront.workers.prefill.stage.activations import Activations, LinkClosed, NoActivations
@@ -42,6 +49,8 @@ class LocalReceiver(Protocol):
     def announce(self, announcement: KVAnnouncement) -> None: ...
 
     def first_logits(self, message: FirstLogits) -> None: ...
+
+    def state(self, message: HandedState) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,20 @@ class InProcessStream:
                 request_id=self._to.request_id, logits=logits_V.numpy(), attempt=self._to.attempt
             )
             self._receiver.first_logits(message)
+
+    def copy_state(self, _tokens: int, states: StateCache, slot: int) -> State | None:
+        return states.to_host(slot)
+
+    def put_state(self, tokens: int, layers: Sequence[int], state: State | None) -> None:
+        with self._noting("a state"):
+            message = HandedState(
+                request_id=self._to.request_id,
+                tokens=tokens,
+                layers=tuple(layers),
+                attempt=self._to.attempt,
+                **packed(state),
+            )
+            self._receiver.state(message)
 
     def end_chunk(self) -> Callable[[], None]:
         return self._check
@@ -231,6 +254,8 @@ class LogitsReceiver:
 
     def first_logits(self, message: FirstLogits) -> None:
         self.logits[message.request_id] = message.logits
+
+    def state(self, message: HandedState) -> None: ...
 
 
 def local_controller(

@@ -34,7 +34,7 @@ def test_method_signature_decides_the_kind_of_remote_call() -> None:
     assert forms(Stage) == {**commands, "run_chunk": Form.DEFERRED, "abandon": Form.NOTICE}
     calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
     assert forms(Group) == {**calls, "queue_refusal": Form.CALL, "prefill": Form.STREAM}
-    kv = "announce first_logits kv open_pages close_pages"
+    kv = "announce first_logits state kv held_state open_pages close_pages"
     names = f"{kv} reserve keep resume find_prefix release_session".split()
     more = dict.fromkeys(names, Form.CALL)
     assert forms(DecodeWorker) == {**calls, **more, "generate": Form.STREAM}

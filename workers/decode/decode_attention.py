@@ -8,7 +8,7 @@ Pages are selected anew in every step and for each request.
 Shape suffixes also: K selected pages, P columns of the page table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
@@ -98,17 +98,25 @@ class LayerPlan:
 
 
 def plan_layers(
-    config: DecodeConfig, layers: int, windows: Mapping[int, int] = MappingProxyType({})
+    config: DecodeConfig,
+    layers: int,
+    windows: Mapping[int, int] = MappingProxyType({}),
+    linear: Collection[int] = (),
 ) -> LayerPlan:
-    """Choose every layer's role. Raises PageSelectionError with the wrong key."""
-    for problem in (*config.layer_problems(layers, windows), *config.contradictions()):
+    """Choose every layer's role. Raises PageSelectionError with the wrong key.
+
+    Args:
+        windows: As in `LayerPlan`.
+        linear: Layers with linear attention, which have no pages.
+    """
+    for problem in (*config.layer_problems(layers, windows, linear), *config.contradictions()):
         raise PageSelectionError(problem)
     first = min(config.delta_layers, default=layers)
     roles = []
     for layer in range(layers):
         if layer in config.delta_layers:
             roles.append(LayerRole.SCORING)
-        elif layer in config.full_layers or layer in windows or layer < first:
+        elif layer in config.full_layers or layer in (*windows, *linear) or layer < first:
             roles.append(LayerRole.DENSE)
         else:
             roles.append(LayerRole.SPARSE)

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, suppress
 
 import numpy as np
 
+from deltafront.kernels.constants import BLOCK
 from deltafront.workers.decode.decode_attention import PageSelectionError, plan_layers
 from deltafront.workers.decode.ranks import (
     LeadRunner,
@@ -31,6 +32,7 @@ from deltafront.workers.kv.handoff.mapped import MappedReader
 from deltafront.workers.kv.host_memory import RanksMemory, make_host_memory, page_bytes, pages_of
 from deltafront.workers.kv.pages.leases import Lease
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages
+from deltafront.workers.kv.pages.state_slots import OutOfSlots
 from deltafront.workers.kv.peer_memory import ExportedObjects, export_objects
 from deltafront.workers.messages.events import (
     FinishEvent,
@@ -102,7 +104,7 @@ class DecodeEngine:
         self._wall = wall
         self._clock = clock
         self._tracer = tracer
-        self._plan = plan_layers(config, model.layers, model.windows)
+        self._plan = plan_layers(config, model.layers, model.windows, model.linear_layers)
         self._requests = DecodeRequests(name, config, model, self._kv_changed, wall, clock)
         self._manager = self._requests.manager
         self._stack, self._ranks = stack, ranks
@@ -112,7 +114,8 @@ class DecodeEngine:
         self._receiver = HandoffReceiver(self._requests, self._runner, own, self._threads[1], model, clock)
         self.announce, self.first_logits = self._receiver.announce, self._receiver.first_logits
         self.open_pages, self.close_pages = self._receiver.open_pages, self._receiver.close_pages
-        self.kv = self._receiver.kv
+        self.kv, self.state = self._receiver.kv, self._receiver.state
+        self.held_state = self._receiver.held_state
         memory = make_host_memory(self._runner.cache, config, digest)
         self._tiers: Tiers | None = None
         in_place = isinstance(own, MappedReader)
@@ -297,7 +300,7 @@ class DecodeEngine:
             if not 0 <= job.keep_tokens <= request.prompt_tokens:
                 raise ValueError(f"keep_tokens {job.keep_tokens} is not within {request.prompt_tokens}")
             self._manager.prepare_session(request.pages, job.keep_tokens)
-        except (ValueError, OutOfPages) as error:
+        except (ValueError, OutOfPages, OutOfSlots) as error:
             request.close(FinishReason.FAILED, str(error))
             return
         self._submit_if_ready(request)
@@ -364,8 +367,14 @@ class DecodeEngine:
     async def find_prefix(self, key: PromptKey) -> Prefix | None:
         if self._tiers is not None:
             return self._tiers.find(key)
-        pages, exact = self._requests.prefix_cache.find(key)
-        return Prefix(tokens=len(pages) * PAGE_TOKENS, exact=exact) if pages else None
+        pages, _slots, exact = self._manager.find(key)
+        if not pages:
+            return None
+        tokens = len(pages) * PAGE_TOKENS
+        if self._manager.states is None:
+            return Prefix(tokens=tokens, exact=exact)
+        group_tokens = self._manager.last_state(pages, BLOCK // PAGE_TOKENS) * PAGE_TOKENS
+        return Prefix(tokens=tokens, exact=exact, has_state=True, group_tokens=group_tokens)
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         return self._manager.leases.release(session_id, owner, self._wall())

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deltafront.kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce, own_memory
 from deltafront.workers.decode.decode_attention import LayerPlan, plan_layers
 from deltafront.workers.decode.reads import Read
-from deltafront.workers.decode.runner import DecodeRunner, ReadPart, ReadResult
+from deltafront.workers.decode.runner import DecodeRunner, ReadPart, ReadResult, ReadStates
 from deltafront.workers.decode.step_rows import LaunchedStep, Row
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.fetch import to_host
@@ -75,6 +75,7 @@ def runner_sizes(config: DecodeConfig, model: ModelConfig) -> dict[str, Any]:
         "max_batch": config.max_batch,
         "max_pages": min(pages, pages_for(model.positions)),
         "kv_dtype": config.kv_dtype,
+        "state_slots": config.state_slots,
     }
 
 
@@ -121,9 +122,10 @@ class LeadRunner(DecodeRunner):
         last: bool,
         copy: PageCopy | None = None,
         part: ReadPart | None = None,
+        states: ReadStates | None = None,
     ) -> ReadResult:
-        with self._on_all("append", pages, step, last, copy, part):
-            return super().append(pages, step, last, copy, part)
+        with self._on_all("append", pages, step, last, copy, part, states):
+            return super().append(pages, step, last, copy, part, states)
 
     def forget_read(self, key: int) -> None:
         with self._on_all("forget_read", key):
@@ -174,7 +176,7 @@ class FollowerRank:
         self, stack: LayerStack, config: DecodeConfig, reader: ReaderMaker, digest: str = ""
     ) -> None:
         model = stack.config
-        plan = plan_layers(config, model.layers, model.windows)
+        plan = plan_layers(config, model.layers, model.windows, model.linear_layers)
         self.fault = ""
         """The reason to replace the worker; empty until a call fails."""
         self._runner = DecodeRunner(stack, plan, **runner_sizes(config, model))

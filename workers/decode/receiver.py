@@ -1,21 +1,31 @@
 """Receives KV from prefill stages, and sends KV back to stages that resume a prompt."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from deltafront.workers.decode.ranks import LeadRunner, RanksReader, joined_heads
-from deltafront.workers.decode.request import RequestTimes
+from deltafront.workers.decode.request import DecodeRequest, RequestTimes
 from deltafront.workers.decode.request_table import DecodeRequests
 from deltafront.workers.decode.tiers import KeptTasks
+from deltafront.workers.kv.arrival import ArrivalError
 from deltafront.workers.kv.fetch import to_host
 from deltafront.workers.kv.handoff.inbox import KVInbox
 from deltafront.workers.kv.handoff.mapped import PageWriters
 from deltafront.workers.kv.handoff.protocols import KVReader
+from deltafront.workers.kv.states import State, packed
 from deltafront.workers.messages.requests import DecodeFailed
-from deltafront.workers.messages.stages import FirstLogits, HostKV, KVAnnouncement, KVRange, PageWriter
+from deltafront.workers.messages.stages import (
+    FirstLogits,
+    HandedState,
+    HostKV,
+    KVAnnouncement,
+    KVRange,
+    OpenedPages,
+    PageWriter,
+)
 from deltafront.workers.model.directory.model_config import ModelConfig
 
 
@@ -73,14 +83,58 @@ class HandoffReceiver:
             vocab = 0 if request.reservation.reads else self._model.vocab
             request.inbox.put_logits(np.asarray(message.logits, dtype=np.float32), vocab)
 
-    async def open_pages(self, writer: PageWriter) -> tuple[int, ...]:
+    async def state(self, message: HandedState) -> None:
+        """Write a state into the request's slots. Ignores messages as `announce` does. Raises ArrivalError or
+        ValueError if it does not fit the model."""
+        request = self._requests.expecting(message)
+        if request is not None:
+            await asyncio.shield(self._receiving.begin(self._write_state(request, message)))
+
+    async def _write_state(self, request: DecodeRequest, message: HandedState) -> None:
+        async def write(slots: Sequence[int]) -> None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, self._put_state, slots, message)
+
+        with request.times.receiving_kv(self._clock):
+            await request.inbox.receive_state(message, request.prompt_tokens, write)
+        request.times.handoff_bytes += message.bytes
+
+    def _put_state(self, slots: Sequence[int], message: HandedState) -> None:
+        if (states := self._runner.states) is None:
+            raise ArrivalError("a state came for a model without linear attention")
+        if message.conv is None:
+            return
+        with self._runner.cache.moving():
+            states.write(slots, message.layers, message.conv, message.recurrent)
+
+    async def held_state(self, request_id: str) -> HandedState:
+        request, cache = self._requests.live(request_id), self._runner.states
+        states = None if request is None else request.pages.states
+        tokens, slot = (0, None) if states is None else states.start
+        if request is None or cache is None or slot is None:
+            raise DecodeFailed(f"request {request_id} has no state here to continue from")
+        with request.pages.use():
+            copied = await asyncio.get_running_loop().run_in_executor(self._thread, self._copied, slot)
+        return HandedState(request_id=request_id, tokens=tokens, layers=cache.layers, **packed(copied))
+
+    def _copied(self, slot: int) -> State:
+        assert self._runner.states is not None
+        with self._runner.cache.moving():
+            return self._runner.states.to_host(slot)
+
+    async def open_pages(self, writer: PageWriter) -> OpenedPages:
         request = self._requests.expecting(writer)
         if request is not None:
             await request.pages.come()
             request = self._requests.expecting(writer)
         if request is None:
             raise DecodeFailed(f"request {writer.request_id} is not being read here")
-        return self._writers.open(writer, request.pages)
+        pages, states = self._writers.open(writer, request.pages), request.pages.states
+        if states is None:
+            return OpenedPages(pages=pages)
+        begun, whole = states.start[0], request.prompt_tokens
+        slots = {place: states.arriving(place, whole) for place in writer.state_places if place > begun}
+        return OpenedPages(pages=pages, states=slots)
 
     async def close_pages(self, writer: PageWriter) -> None:
         self._writers.close(writer)

@@ -219,7 +219,7 @@ class DecodeRequest:
         stop_ids = (*eos_ids, *job.sampling.stop_token_ids)
         self.so_far = AnswerSoFar(job.distinct_ids, self.answer_ids, self.prompt_tokens - answered, stop_ids)
 
-    def cache_prefix(self) -> None:
+    def cache_prefix(self, *, ends: bool = False) -> None:
         """Put the request's full pages into the prefix cache.
 
         If blocks were recomputed, only KV that this worker did not prefill is cached, since recomputed KV
@@ -232,7 +232,7 @@ class DecodeRequest:
             tokens = self.known_tokens
         if not self.reservation.reads and not key.exact:
             tokens = min(tokens, key.lasting_tokens)
-        self.pages.cache_prefix(tokens, self.answer_ids.tobytes())
+        self.pages.cache_prefix(tokens, self.answer_ids.tobytes(), ends=ends)
 
     def prepare(self, step: Step) -> None:
         """Replace the pages that the step will overwrite by unshared ones, since others may share them."""
@@ -289,6 +289,7 @@ class DecodeRequest:
             self.job.sampling,
             self.selects_pages,
             self.so_far,
+            *((states.live, states.boundary) if (states := self.pages.states) else ()),
         )
 
     def kv_changed(self, now: float) -> None:
@@ -328,7 +329,10 @@ class DecodeRequest:
 
     def resume(self, points: Sequence[int], attempt: int, now: float) -> int:
         """Begin the next attempt. Returns the token from which KV must be sent again."""
-        tokens, self.inbox = self.inbox.resumed(points, attempt)
+        states = self.pages.states
+        tokens, self.inbox = self.inbox.resumed(points if states is None else states.resume(points), attempt)
+        if states is not None:
+            states.begin_at(tokens)
         self.renewed = now
         self.times.logits = self.times.complete = None
         return tokens
@@ -337,7 +341,7 @@ class DecodeRequest:
         if self.ended is not None:
             return
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not self.selects_pages:
-            self.cache_prefix()
+            self.cache_prefix(ends=True)
         self.ended = (reason, message)
         self.inbox.close()
         self.logits = None

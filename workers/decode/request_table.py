@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from deltafront.workers.decode.request import DecodeRequest
-from deltafront.workers.kv.arrival import KVArrival
+from deltafront.workers.kv.arrival import KVArrival, StateArrival
 from deltafront.workers.kv.handoff.inbox import KVInbox
 from deltafront.workers.kv.pages.leases import Lease, Leases
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, PagePool
 from deltafront.workers.kv.pages.prefix_cache import PrefixCache
-from deltafront.workers.kv.pages.request_pages import PageManager
+from deltafront.workers.kv.pages.request_pages import PageManager, RequestPages
+from deltafront.workers.kv.pages.state_slots import StateSlots
 from deltafront.workers.kv.pages.waiting import (
     OVERDUE_CHECKS,
     ReservationQueue,
@@ -24,8 +25,9 @@ from deltafront.workers.kv.pages.waiting import (
     seconds_until_room,
 )
 from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.prompts import boundary_before
 from deltafront.workers.messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
-from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement, PageWriter
+from deltafront.workers.messages.stages import FirstLogits, HandedState, KVAnnouncement, PageWriter
 from deltafront.workers.messages.states import DECODE_PREFIX, OwnerUse
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.settings import DecodeConfig
@@ -49,14 +51,17 @@ class DecodeRequests:
         clock: Callable[[], float],
     ) -> None:
         self.layers = model.layers
+        self._attention_layers = model.attention_layers(range(model.layers))
+        self._linear_layers = model.linear_layers
         self._lease_s = config.stream_lease_s
         self._kv_changed = kv_changed
         self._wall = wall
         self._clock = clock
         pages, self.prefix_cache = config.cache_tokens // PAGE_TOKENS, PrefixCache(clock)
         pool = PagePool(pages, on_free=self._pages_came_back, prefix_cache=self.prefix_cache)
-        leases = Leases(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
-        self.manager = PageManager(pool, leases, model.positions)
+        states = StateSlots(config.state_slots) if model.linear_layers else None
+        leases = Leases(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s, states)
+        self.manager = PageManager(pool, leases, model.positions, states)
         self.queue = ReservationQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
         self._reservation_time = ReservationTime()
         self._serials = itertools.count()
@@ -74,7 +79,9 @@ class DecodeRequests:
         request = self._requests.get(request_id)
         return None if request is None or request.ended is not None else request
 
-    def expecting(self, message: KVAnnouncement | FirstLogits | PageWriter) -> DecodeRequest | None:
+    def expecting(
+        self, message: KVAnnouncement | FirstLogits | HandedState | PageWriter
+    ) -> DecodeRequest | None:
         """Return the running request that a message belongs to; None if there is none, or if the message is
         of another attempt."""
         request = self.live(message.request_id)
@@ -143,11 +150,21 @@ class DecodeRequests:
             length=pages.held_tokens + expected,
         )
         held = 0 if reservation.reads else pages.held_tokens
-        arrival = KVArrival(self.layers, held + expected, held)
+        arrival = KVArrival(self._attention_layers, held + expected, held)
         pages.on_coming = partial(self._kv_changed, request)
-        request.inbox = KVInbox(arrival, pages, pages.on_coming)
+        states = self._states_expected(pages, pages.held_tokens, expected)
+        request.inbox = KVInbox(arrival, pages, pages.on_coming, states=states)
         self._requests[reservation.request_id] = request
         return Reserved(pages=pages.count, held_tokens=pages.held_tokens, host_tokens=pages.host_tokens)
+
+    def _states_expected(self, pages: RequestPages, held: int, expected: int) -> StateArrival:
+        """Return which states a prefill group must send for `expected` tokens after `held` tokens; 0: it
+        sends none."""
+        if pages.states is None or not expected:
+            return StateArrival(self._linear_layers)
+        tokens = held + expected
+        places = {tokens, boundary_before(tokens), pages.states.kept_tokens}
+        return StateArrival(self._linear_layers, (place for place in places if place > held))
 
     def _pages_came_back(self) -> None:
         if self.queue:
@@ -225,3 +242,5 @@ class DecodeRequests:
             request.close(FinishReason.CANCELLED, message)
         self.manager.leases.clear()
         self.manager.pool.clear_prefix_cache()
+        if self.manager.states is not None:
+            self.manager.states.clear()

@@ -4,7 +4,7 @@ A decode step's inputs have fixed addresses, and its launches depend only on the
 therefore replay a CUDA graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from deltafront.kernels.build import build
 from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.gated_delta.states import RowStates, SequenceStates, StepStates
 from deltafront.kernels.interface import Attention, AttentionInput, StateSpec
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import method_spec
@@ -30,10 +31,12 @@ from deltafront.workers.decode.step_rows import (
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.kv.pages.request_pages import PageCopy
+from deltafront.workers.kv.pages.state_slots import SCRATCH
+from deltafront.workers.kv.states import StateCache
 from deltafront.workers.messages.events import Token
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.recompute import BlockAttention, BlockQueries, rows_of_blocks
-from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
+from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack, no_states
 from deltafront.workers.model.grammars import Mask
 from deltafront.workers.settings import KVDtype
 
@@ -69,6 +72,20 @@ class ReadPart:
 
 
 @dataclass(frozen=True)
+class ReadStates:
+    """The state slots of one `Read`.
+
+    Attributes:
+        first: The slot of the state before its first token; None: it is the sequence's first token.
+        cuts: The slots for the states after a number of the sequence's tokens, ascending. The last is after
+            the `Read`.
+    """
+
+    first: int | None
+    cuts: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class _Begun:
     """A `Read` whose first layers are computed.
 
@@ -93,6 +110,7 @@ class DecodeRunner:
     Args:
         max_batch: Maximum number of requests in a decode step.
         max_pages: Maximum number of pages of a request.
+        state_slots: Number of slots for states, if the model has gated-delta layers.
     """
 
     def __init__(
@@ -104,6 +122,7 @@ class DecodeRunner:
         max_batch: int,
         max_pages: int,
         kv_dtype: KVDtype | None = None,
+        state_slots: int = 0,
     ) -> None:
         model = stack.config
         self.stack = stack
@@ -112,7 +131,7 @@ class DecodeRunner:
         """True if a launched step runs while the caller continues, as on a GPU."""
         self.scratch_page = pages
         self.cache = PagedKVCache(
-            range(model.layers),
+            model.attention_layers(range(model.layers)),
             model.kv_heads,
             model.head_dim,
             pages + 1,
@@ -122,6 +141,12 @@ class DecodeRunner:
             rank=stack.collectives.rank,
             ranks=stack.collectives.ranks,
         )
+        self.states: StateCache | None = None
+        """The states of the model's gated-delta layers; None if it has none."""
+        if (linear := model.linear) is not None:
+            shapes = linear.conv_shape, linear.recurrent_shape
+            self.states = StateCache(linear.layers, *shapes, state_slots + 1, stack.dtype, stack.device)
+        self.cache.states = self.states
         self._rows = StepRows(max_batch, max_pages, model.vocab, self.scratch_page, stack.device)
         self._graphs: StepGraphs | None = None
         self._begun: dict[int, _Begun] = {}
@@ -177,6 +202,7 @@ class DecodeRunner:
         last: bool,
         copy: PageCopy | None = None,
         part: ReadPart | None = None,
+        states: ReadStates | None = None,
     ) -> ReadResult:
         """Prefill the tokens of a `Read`. The KV of earlier tokens is in the pages.
 
@@ -185,6 +211,7 @@ class DecodeRunner:
             copy: A page to copy first.
             part: The layers to compute; None: all. The runner keeps hidden states between the parts of a
                 `Read`. The last part returns the result.
+            states: The state slots, if the model has gated-delta layers.
         """
         cache, start, windows = self.cache, step.start, self.stack.config.windows
         layers = self.stack.layers if part is None else part.layers
@@ -209,8 +236,9 @@ class DecodeRunner:
                 select_blocks.add(q_THD, k_GSD)
             return self._attend_densely(layer, q_THD, k_GSD, v_GSD, start - before)
 
-        calls = AttentionCalls(kv_rows, attend)
+        calls = AttentionCalls(kv_rows, attend, self._read_states(step, states) or no_states)
         hidden_TC = self.stack.run(begun.hidden_TC, positions_T, calls, layers=layers)
+        self._copy_states(states)
         if part is not None and layers.stop < self.stack.layers.stop:
             self._begun[part.key] = replace(begun, hidden_TC=hidden_TC)
             self._wait()
@@ -220,6 +248,24 @@ class DecodeRunner:
         logprobs = self._logprobs(hidden_TC, step) if step.targets else ()
         self._wait()
         return ReadResult(logits_V, blocks, logprobs)
+
+    def _read_states(self, step: Read, states: ReadStates | None) -> Callable[[int], RowStates] | None:
+        if self.states is None or states is None:
+            return None
+        cache, first = self.states, states.first
+        cuts = tuple((tokens - step.start, slots[0]) for tokens, slots in states.cuts.items())
+        if first is None:
+            first = cuts[-1][1]
+            cache.clear(first)
+        return lambda layer: SequenceStates(cache.layer(layer), first, cuts)
+
+    def _copy_states(self, states: ReadStates | None) -> None:
+        """Copy the states after a `Read` that belong into several slots."""
+        if self.states is None or states is None:
+            return
+        for source, *others in states.cuts.values():
+            for target in others:
+                self.states.copy(source, target)
 
     def _logprobs(self, hidden_TC: torch.Tensor, step: Read) -> tuple[Token, ...]:
         """Compute the log-probabilities of `step.targets`, a few rows of logits at a time."""
@@ -348,6 +394,10 @@ class DecodeRunner:
     def _launch_forward(self, rows: Sequence[Row]) -> None:
         batch = self._rows.batch(rows)
         logits_RV = self._forward(batch) if self._graphs is None else self._graphs.replay(batch)
+        if self.states is not None:
+            for row in rows:
+                if row.boundary and (row.length + 1) % PAGE_TOKENS == 0:
+                    self.states.copy(row.state, row.boundary)
         self._unchosen = rows, batch, logits_RV
 
     @torch.inference_mode()
@@ -374,9 +424,12 @@ class DecodeRunner:
             kv = *self.cache.layer(layer), self.cache.scales(layer)
             return step.attend(layer, q_RHD, *kv, sink_H=self.stack.sinks(layer))
 
-        hidden_RC = self.stack.run(
-            self.stack.embed(batch.ids_R), positions_R, AttentionCalls(kv_rows, attend)
-        )
+        def row_states(layer: int) -> RowStates:
+            assert self.states is not None, "only models with gated-delta layers ask"
+            return StepStates(self.states.layer(layer), batch.states_R)
+
+        calls = AttentionCalls(kv_rows, attend, row_states)
+        hidden_RC = self.stack.run(self.stack.embed(batch.ids_R), positions_R, calls)
         return self.stack.logits(hidden_RC)
 
     @torch.inference_mode()
@@ -409,7 +462,10 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
         pages = (runner.scratch_page,) * pages_for(length + ragged + 2)
         question = Read(length, [0] * ragged)
         look = replace(question, select_blocks=_AGAIN, select_among=length)
-        result = runner.append(pages, look, last=True)
+        if runner.states is not None:
+            look = question  # blocks of such a model cannot be recomputed
+        states = ReadStates(SCRATCH, {look.end: (SCRATCH,)})
+        result = runner.append(pages, look, last=True, states=states)
         if result.blocks:
             runner.recompute(pages, result.blocks, [0] * BLOCK * len(result.blocks), question, last=True)
         logits_V = result.logits_V

@@ -19,7 +19,7 @@ from typing import TypeVar
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.decode.reads import Read, Recompute, Step
 from deltafront.workers.decode.request import DecodeRequest
-from deltafront.workers.decode.runner import DecodeRunner, ReadPart, ReadResult
+from deltafront.workers.decode.runner import DecodeRunner, ReadPart, ReadResult, ReadStates
 from deltafront.workers.decode.step_rows import LaunchedStep, SampledToken
 from deltafront.workers.messages.events import FinishReason, PromptLogprobs, Token
 from deltafront.workers.model.grammars import Mask
@@ -261,7 +261,10 @@ class DecodeScheduler:
             part = ReadPart(request.serial, layers)
             self._begun.add(request)
         copy = request.pages.copy_in if step.start == request.pages.held_tokens else None
-        return lambda: self._runner.append(pages, step, last, copy, part)
+        states, own = None, request.pages.states
+        if own is not None:
+            states = ReadStates(own.first(step.start), own.cuts(step.start, step.end))
+        return lambda: self._runner.append(pages, step, last, copy, part, states)
 
     async def _decode(self) -> None:
         """Run one decode step. On a GPU, launch the next step before this step's tokens are delivered.
@@ -276,6 +279,11 @@ class DecodeScheduler:
         next_rows = (
             [replace(row, length=row.length + 1) for row in rows] if self._may_launch_ahead(requests) else []
         )
+
+        for row_of in (rows if launched is None else (), next_rows):
+            for request, row in zip(requests, row_of, strict=False):
+                if request.pages.states is not None:
+                    request.pages.states.step(row.length + 1)
 
         def work() -> tuple[list[SampledToken], LaunchedStep | None]:
             step = self._runner.launch(rows, _masks(requests)) if launched is None else launched.step

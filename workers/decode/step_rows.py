@@ -33,6 +33,8 @@ class Row:
         length: Number of tokens whose KV is in the pages.
         token: The last sampled token, at position `length`. The step writes its KV.
         so_far: Set if the sampling changes logits.
+        state, boundary: The slots of the request's state and of its last page boundary's
+            (`RequestStates`); 0: the model has none.
     """
 
     key: int
@@ -42,6 +44,8 @@ class Row:
     sampling: Sampling
     selects_pages: bool
     so_far: AnswerSoFar | None = None
+    state: int = 0
+    boundary: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Batch:
     lengths_R: torch.Tensor
     ids_R: torch.Tensor
     selects_R: torch.Tensor
+    states_R: torch.Tensor
     sampling: SamplingRows
 
 
@@ -89,6 +94,7 @@ class StepRows:
         self.lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self.ids_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.selects_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.states_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.sampling = SamplingRows.room(rows, vocab, device)
         self._masked: set[int] = set()
         """Rows whose tokens are restricted by a mask."""
@@ -154,6 +160,7 @@ class StepRows:
             (self.lengths_R, [row.length for row in rows]),
             (self.ids_R, [row.token for row in rows]),
             (self.selects_R, [int(row.selects_pages) for row in rows]),
+            (self.states_R, [row.state for row in rows]),
         ):
             target[first:end].copy_(torch.tensor(values + none, dtype=target.dtype))
         if rows:
@@ -166,6 +173,7 @@ class StepRows:
             self.lengths_R[: shape.rows],
             self.ids_R[: shape.rows],
             self.selects_R[: shape.rows],
+            self.states_R[: shape.rows],
             _written(self.sampling, rows, self._vocab),
         )
 

@@ -5,7 +5,7 @@ A range is half-open: tokens [start, stop) of one layer. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 class ArrivalError(ValueError):
@@ -19,24 +19,25 @@ class KVArrival:
     thus recognised even while the first one is still being copied.
 
     Args:
+        layers: The layers that attend.
         held: Number of first tokens whose KV is in the pages from the start, so it counts as written.
     """
 
-    def __init__(self, layers: int, tokens: int, held: int = 0) -> None:
+    def __init__(self, layers: Sequence[int], tokens: int, held: int = 0) -> None:
         self._layers = layers
         self._tokens = tokens
         self._held = held
-        self._claimed: tuple[dict[int, int], ...] = tuple({} for _ in range(layers))
-        self._written: tuple[dict[int, int], ...] = tuple({} for _ in range(layers))
+        self._claimed: dict[int, dict[int, int]] = {layer: {} for layer in layers}
+        self._written: dict[int, dict[int, int]] = {layer: {} for layer in layers}
         self._count = 0
         if held:
-            for layer in range(layers):
+            for layer in layers:
                 self.claim(layer, 0, held)
                 self.written(layer, 0, held)
 
     @property
     def complete(self) -> bool:
-        return self._count == self._layers * self._tokens
+        return self._count == len(self._layers) * self._tokens
 
     def claim(self, layer: int, start: int, tokens: int) -> bool:
         """Claim an announced range.
@@ -46,8 +47,8 @@ class KVArrival:
         Raises:
             ArrivalError: The range is outside the prompt or overlaps another range.
         """
-        if not 0 <= layer < self._layers:
-            raise ArrivalError(f"KV announced for layer {layer} of a model with {self._layers} layers")
+        if layer not in self._claimed:
+            raise ArrivalError(f"KV announced for layer {layer}, which is not one of {self._layers}")
         stop = start + tokens
         if tokens < 1 or start < 0 or stop > self._tokens:
             raise ArrivalError(
@@ -73,13 +74,13 @@ class KVArrival:
 
         A point counts only if a written range ends there in every layer.
         """
-        ends = [set(_ends(written)) for written in self._written]
+        ends = [set(_ends(written)) for written in self._written.values()]
         return max(set(points).intersection(*ends), default=self._held)
 
     def until(self, tokens: int) -> KVArrival:
         """Return a copy with only the held tokens and the written ranges that end at or before `tokens`."""
         rest = KVArrival(self._layers, self._tokens, self._held)
-        for layer, written in enumerate(self._written):
+        for layer, written in self._written.items():
             for start, stop in written.items():
                 if self._held < stop <= tokens:
                     rest.claim(layer, start, stop - start)
@@ -92,3 +93,37 @@ def _ends(written: Mapping[int, int]) -> Iterator[int]:
     while end in written:
         end = written[end]
         yield end
+
+
+class StateArrival:
+    """Records which states of one prompt have been written.
+
+    Args:
+        layers: The gated-delta layers. Each stage sends the state of its own.
+        places: The numbers of tokens whose states the request needs. Others may come, too.
+    """
+
+    def __init__(self, layers: Sequence[int] = (), places: Iterable[int] = ()) -> None:
+        self._layers, self._places = frozenset(layers), tuple(places)
+        self._written: dict[int, set[int]] = {}
+
+    @property
+    def complete(self) -> bool:
+        return all(self.has(tokens) for tokens in self._places)
+
+    def has(self, tokens: int) -> bool:
+        return self._written.get(tokens, set()) >= self._layers
+
+    def check(self, layers: Sequence[int]) -> None:
+        """Raise ArrivalError unless all of `layers` have a state."""
+        if strange := set(layers) - self._layers:
+            raise ArrivalError(f"a state came for layers {sorted(strange)}, which have none")
+
+    def written(self, tokens: int, layers: Sequence[int]) -> None:
+        self._written.setdefault(tokens, set()).update(layers)
+
+    def until(self, tokens: int) -> StateArrival:
+        """Return a copy with only the states after at most `tokens` tokens."""
+        rest = StateArrival(tuple(self._layers), self._places)
+        rest._written = {place: layers for place, layers in self._written.items() if place <= tokens}
+        return rest

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from deltafront.kernels.layers.kv_int8 import BYTES, Scales
 from deltafront.kernels.layers.kv_int8 import gather as gather_int8
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, first_of_run, pages_for
+
+if TYPE_CHECKING:
+    from deltafront.workers.kv.states import StateCache
 
 Sides = tuple[torch.Tensor, ...]
 """KV tensors of some tokens: k and v, [tokens, kv_heads, head_dim], in 8 bits also scales, [tokens,
@@ -33,7 +36,7 @@ class PagedKVCache:
     """The KV cache of a range of layers. It is zeroed, so that unwritten slots are finite numbers.
 
     Args:
-        layers: Indices of the layers in the model.
+        layers: Indices in the model of the layers that attend, ascending. A stage may have none.
         kv_heads: Number of KV heads of this tensor-parallel rank.
         dtype: The model's dtype.
         int8: True if KV is stored in 8 bits.
@@ -41,7 +44,7 @@ class PagedKVCache:
 
     def __init__(
         self,
-        layers: range,
+        layers: Sequence[int],
         kv_heads: int,
         head_dim: int,
         pages: int,
@@ -52,8 +55,8 @@ class PagedKVCache:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        if layers.step != 1 or not layers:
-            raise KVCacheError(f"layers must be a non-empty contiguous range, got {layers}")
+        if list(layers) != sorted(set(layers)):
+            raise KVCacheError(f"layers must ascend, got {layers}")
         self.model_heads = kv_heads * ranks
         """Number of KV heads of all ranks."""
         self.heads = slice(rank * kv_heads, (rank + 1) * kv_heads)
@@ -61,7 +64,7 @@ class PagedKVCache:
         shape = (len(layers), pages, PAGE_TOKENS, kv_heads, head_dim)
         self.memory = secrets.token_hex(8)
         """A random name of this memory. In a process that maps the memory, the cache has the same name."""
-        self.layers = layers
+        self.layers = _as_range(layers)
         self.device = torch.device(device)
         self.model_dtype = dtype
         stored = BYTES if int8 else dtype
@@ -69,6 +72,8 @@ class PagedKVCache:
         self.v_LPSGD = _zeros(shape, stored, self.device)
         self.k_scale_LPSG = _zeros(shape[:-1], BYTES, self.device) if int8 else None
         self.v_scale_LPSG = _zeros(shape[:-1], BYTES, self.device) if int8 else None
+        self.states: StateCache | None = None
+        """The states of linear attention beside these pages. A stage that maps the pages maps them, too."""
         self._arrivals = _arrivals(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -293,10 +298,14 @@ class PagedKVCache:
 
     def _index(self, layer: int) -> int:
         if layer not in self.layers:
-            raise KVCacheError(
-                f"layer {layer} is not one of layers {self.layers.start} .. {self.layers.stop - 1}"
-            )
-        return layer - self.layers.start
+            raise KVCacheError(f"layer {layer} is not one of layers {', '.join(map(str, self.layers))}")
+        return self.layers.index(layer)
+
+
+def _as_range(layers: Sequence[int]) -> Sequence[int]:
+    """Return the layers as a range if they are contiguous, so that equal layers have an equal `repr`."""
+    whole = range(layers[0], layers[-1] + 1) if layers else range(0)
+    return whole if len(whole) == len(layers) else tuple(layers)
 
 
 def row_forms(kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -326,7 +335,7 @@ def _arrivals(device: torch.device) -> Any:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros. On a CPU, numpy's calloc allocates no physical memory before the first write."""
-    if device.type != "cpu":
+    if device.type != "cpu" or not prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

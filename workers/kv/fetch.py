@@ -5,14 +5,14 @@ With every transport, this KV is sent as host arrays, in pieces of bounded size.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import ray
 
 from deltafront.workers.kv.cache import PagedKVCache, Sides, row_forms, token_bytes
 from deltafront.workers.kv.handoff.protocols import HandoffError, plain
 from deltafront.workers.kv.host_copies import as_numpy, as_tensor
-from deltafront.workers.messages.stages import HostKV, KVRange
+from deltafront.workers.messages.stages import HandedState, HostKV, KVRange
 from deltafront.workers.messages.states import NAMESPACE
 from deltafront.workers.roles import KVReceiver, sent
 
@@ -23,6 +23,9 @@ _AHEAD = 3
 class KVSource(Protocol):
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
         """Yield each requested piece with its KV, in order. Raises HandoffError."""
+
+    def state(self, decode_worker: str, request_id: str) -> HandedState:
+        """Return the state with which a prompt continues (`KVReceiver.held_state`). Raises HandoffError."""
 
 
 def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRange]:
@@ -78,6 +81,14 @@ class RayKVSource:
         except Exception as error:
             raise HandoffError(f"{decode_worker} gave no KV back: {plain(error)}") from error
 
+    def state(self, decode_worker: str, request_id: str) -> HandedState:
+        try:
+            actor = self._ray.get_actor(decode_worker, namespace=NAMESPACE)
+            reply = sent(actor, KVReceiver.held_state, request_id)
+            return cast(HandedState, self._ray.get(reply, timeout=self._timeout_s))
+        except Exception as error:
+            raise HandoffError(f"{decode_worker} gave no state back: {plain(error)}") from error
+
     def _first(self, coming: deque[tuple[KVRange, Any]]) -> tuple[KVRange, HostKV]:
         piece, reply = coming.popleft()
         return piece, self._ray.get(reply, timeout=self._timeout_s)
@@ -86,3 +97,6 @@ class RayKVSource:
 class NoKVSource:
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
         raise HandoffError(f"{decode_worker} gives no KV back to this group")
+
+    def state(self, decode_worker: str, request_id: str) -> HandedState:
+        raise HandoffError(f"{decode_worker} gives no state back to this group")

@@ -180,12 +180,17 @@ class Prefix:
         exact: True if dense attention computed all of this KV.
         disk_tokens: Number of tokens, at the end of the hit, whose KV is only on disk.
         disk_s: Estimated seconds to load that KV from disk; 0: unknown.
+        has_state: True if the model has linear attention. Then the decode worker can continue the prefix only
+            after exactly `tokens` tokens.
+        group_tokens: With `has_state`: the tokens after which a group can continue, a multiple of BLOCK.
     """
 
     tokens: int
     exact: bool = True
     disk_tokens: int = 0
     disk_s: float = 0.0
+    has_state: bool = False
+    group_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,3 +67,20 @@ class PromptKey:
     def longer(self, ids: bytes) -> bytes:
         """Return the chain of the prompt with the token `ids` (little-endian uint32) appended."""
         return self.chain + chain_of(self.tail + ids, self.chain[-LINK_BYTES:])
+
+
+def boundary_before(tokens: int) -> int:
+    """Return the last page boundary before a prompt's last token, which is always computed; 0: none."""
+    return max(0, tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def state_places(tokens: int, kept_tokens: int, spacing: int) -> tuple[int, ...]:
+    """Return where a prefill stage keeps a prompt's state, as numbers of tokens, ascending: every `spacing`
+    tokens, at the last page boundary, at the end of the session, and at the prompt's end.
+
+    Args:
+        kept_tokens: Tokens of the session that the request makes; 0: none.
+        spacing: A multiple of PAGE_TOKENS.
+    """
+    places = {*range(spacing, tokens, spacing), boundary_before(tokens), kept_tokens, tokens}
+    return tuple(sorted(places - {0}))

@@ -207,6 +207,8 @@ class PrefillJob:
             decode worker.
         attempt: Number of earlier attempts.
         trace: The W3C `traceparent` of the parent span; empty: not traced.
+        state_places: Numbers of tokens after which the decode worker needs the state of gated-delta layers,
+            ascending.
     """
 
     request_id: str
@@ -219,6 +221,7 @@ class PrefillJob:
     attempt: int = 0
     trace: str = ""
     service_tier: ServiceTier = ServiceTier.DEFAULT
+    state_places: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

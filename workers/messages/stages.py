@@ -38,7 +38,7 @@ class OpenRequest:
         pages: The request's page table, the same on every stage.
         serial: A unique number for `abandon`, because a request id may be used again.
         start: Number of first tokens whose KV the decode worker already has.
-        attempt: As in `PrefillJob`.
+        attempt, state_places: As in `PrefillJob`.
     """
 
     request_id: str
@@ -49,6 +49,7 @@ class OpenRequest:
     serial: int = 0
     start: int = 0
     attempt: int = 0
+    state_places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,7 @@ class PageWriter:
     Attributes:
         home: The stage's host, from `peer_memory.home`.
         memory: Name of the memory that the stage has mapped (`PagedKVCache.memory`).
+        state_places: As in `PrefillJob`.
     """
 
     request_id: str
@@ -119,6 +121,16 @@ class PageWriter:
     home: str
     pid: int
     memory: str
+    state_places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedPages:
+    """A request's page table, and the slots for its states by number of tokens, in the memory of a decode
+    worker that a `PageWriter` has mapped."""
+
+    pages: tuple[int, ...]
+    states: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +151,23 @@ class HostKV:
     k: Any = field(repr=False)
     v: Any = field(repr=False)
     scales: tuple[Any, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedState:
+    """The state of one stage's gated-delta layers after a prompt's first `tokens` tokens, as host arrays
+    (`StateCache.write`). None: the stage has written it into the request's slots (transport `mapped`)."""
+
+    request_id: str
+    tokens: int
+    layers: tuple[int, ...]
+    conv: Any = field(repr=False, default=None)
+    recurrent: Any = field(repr=False, default=None)
+    attempt: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.conv is None else int(self.conv.nbytes + self.recurrent.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)

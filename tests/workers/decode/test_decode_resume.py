@@ -26,7 +26,7 @@ IDS = [(7 * i) % 198 for i in range(150)]
 
 def arrival_of(*written: tuple[int, int, int], layers: int = 2, tokens: int = 100) -> KVArrival:
     """Make an arrival with these ranges written: (layer, start, tokens)."""
-    arrival = KVArrival(layers, tokens)
+    arrival = KVArrival(range(layers), tokens)
     for part in written:
         assert arrival.claim(*part)
         arrival.written(*part)

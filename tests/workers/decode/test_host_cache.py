@@ -144,7 +144,7 @@ class SlowCopies:
         return k_GSD, v_GSD
 
     def append(self, *arguments: Any) -> Any:
-        part = arguments[-1]
+        part = arguments[4]
         self.parts.append(range(LAYERS) if part is None else part.layers)
         return self._append(*arguments)
 
@@ -288,7 +288,7 @@ async def test_stage_gets_a_page_table_only_after_the_copies(
     await copies.until_moved(LAYERS - 1)
     assert not opening.done()
     copies.go_on(1)
-    assert await opening == run.engine._requests.find("rest").pages.table
+    assert (await opening).pages == run.engine._requests.find("rest").pages.table
     await run.engine.cancel("rest")
 
 

@@ -55,7 +55,9 @@ class Runner:
     ) -> list[SampledToken]:
         return Step(len(rows)).chosen()
 
-    def append(self, pages: Any, step: Read, last: bool, copy: Any, part: ReadPart | None) -> ReadResult:
+    def append(
+        self, pages: Any, step: Read, last: bool, copy: Any, part: ReadPart | None, _states: Any
+    ) -> ReadResult:
         if part is not None:
             self.begun.add(part.key)
             self.after_part()
@@ -106,7 +108,7 @@ class Scene:
             renewed=0.0,
             length=16,
         )
-        request.inbox = KVInbox(KVArrival(LAYERS, 16, 16), pages, lambda: None)
+        request.inbox = KVInbox(KVArrival(range(LAYERS), 16, 16), pages, lambda: None)
         request.job = GenerateJob(request_id=name, sampling=Sampling(max_tokens=3, ignore_eos=True))
         request.logits = object()
         request.reads = deque([Read(16, array("I", [1, 2, 3]))] if reads else [])

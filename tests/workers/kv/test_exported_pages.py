@@ -88,7 +88,7 @@ def test_runs_of_a_chunk_are_computed_once_for_all_layers(way: Way, monkeypatch:
         for layer in bench.stage.layers:
             bench.stream("r", pages).put(layer, start, *kv)
         bench.stream("r", pages).end_chunk()
-    bench.stream("other", (5, 2)).put(bench.stage.layers.start, 16, *kv)
+    bench.stream("other", (5, 2)).put(bench.stage.layers[0], 16, *kv)
     bench.stream("other", (5, 2)).end_chunk()
     assert asked == [(pages, 0, 16), (pages, 16, 16), ((5, 2), 16, 16)]
     rows = [message.payload.rows for message in bench.ray.sent]

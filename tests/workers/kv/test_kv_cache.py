@@ -137,5 +137,21 @@ def test_refuses_access_outside_page_table_or_layers() -> None:
         cache.gather(4, table, 33)
     with pytest.raises(KVCacheError, match="layer 7"):
         cache.layer(7)
-    with pytest.raises(KVCacheError, match="contiguous"):
-        PagedKVCache(range(0, 6, 2), 1, 8, 1, torch.float32, "cpu")
+    with pytest.raises(KVCacheError, match="ascend"):
+        PagedKVCache((3, 2), 1, 8, 1, torch.float32, "cpu")
+
+
+def test_keeps_kv_of_layers_that_are_not_contiguous() -> None:
+    """The layers between them have linear attention."""
+    cache, table = PagedKVCache((3, 7), 2, 8, 4, torch.float32, "cpu"), torch.tensor([2, 0])
+    k_TGD, v_TGD = torch.randn(20, 2, 8), torch.randn(20, 2, 8)
+    cache.write(7, table, 3, k_TGD, v_TGD)
+    k_GSD, v_GSD = cache.gather(7, table, 23)
+    assert torch.equal(k_GSD[:, 3:].transpose(0, 1), k_TGD) and torch.equal(
+        v_GSD[:, 3:].transpose(0, 1), v_TGD
+    )
+    assert not cache.gather(3, table, 23)[0].any()
+    with pytest.raises(KVCacheError, match="layer 5 is not one of layers 3, 7"):
+        cache.layer(5)
+    assert PagedKVCache((3, 4), 1, 8, 1, torch.float32, "cpu").layers == range(3, 5)
+    assert not PagedKVCache((), 1, 8, 1, torch.float32, "cpu").layers, "a stage of linear attention alone"

@@ -203,7 +203,7 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 12), st.data())
 def test_kv_arrival_tracking_equals_brute_force(layers: int, tokens: int, data: st.DataObject) -> None:
-    arrival, seen = KVArrival(layers, tokens), set()
+    arrival, seen = KVArrival(range(layers), tokens), set()
     claimed: dict[int, set[tuple[int, int]]] = {layer: set() for layer in range(layers)}
     ranges = st.tuples(st.integers(-1, layers), st.integers(-1, tokens), st.integers(0, tokens + 1))
     for layer, start, count in data.draw(st.lists(ranges, max_size=30)):

@@ -22,8 +22,15 @@ from deltafront.workers.kv.handoff.protocols import Destination, HandoffError
 from deltafront.workers.kv.pages.pool import PagePool
 from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.kv.peer_memory import ExportedObjects, export_objects, home, map_objects
+from deltafront.workers.kv.states import StateCache
 from deltafront.workers.messages.requests import DecodeFailed
-from deltafront.workers.messages.stages import KVAnnouncement, OtherMemory, PageWriter
+from deltafront.workers.messages.stages import (
+    HandedState,
+    KVAnnouncement,
+    OpenedPages,
+    OtherMemory,
+    PageWriter,
+)
 
 from .export_bench import HEADS, Neighbours
 
@@ -231,15 +238,19 @@ class Opener(ActorOutbox):
     def __init__(self) -> None:
         self.sent: list[KVAnnouncement] = []
         self.closed: list[PageWriter] = []
+        self.states: list[HandedState] = []
 
-    def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
-        return 3, 1
+    def open_pages(self, decode_worker: str, writer: PageWriter) -> OpenedPages:
+        return OpenedPages(pages=(3, 1), states={32: (5,), 40: (7, 2)})
 
     def close_pages(self, decode_worker: str, writer: PageWriter) -> None:
         self.closed.append(writer)
 
     def send_kv(self, delivery: Any, announcement: KVAnnouncement) -> None:
         self.sent.append(announcement)
+
+    def send_state(self, delivery: Any, message: HandedState) -> None:
+        self.states.append(message)
 
     def check(self, delivery: Any) -> None: ...
 
@@ -264,12 +275,35 @@ def test_mapped_stage_announces_a_chunk_once_and_copies_no_kv() -> None:
     assert stream.close() and len(opener.closed) == 1
 
 
+def test_mapped_stage_writes_states_into_the_requests_slots() -> None:
+    opener, theirs, own = Opener(), states(8), states(2)
+    own.conv_SLWE[1], own.recurrent_SLHKD[1] = 3.0, 4.0
+    stream = MappedSender(Neighbours(), "m", opener, background=False, states=theirs).open(
+        Destination(request_id="a", decode_worker="decode:x", state_places=(32, 40))
+    )
+    assert stream.copy_state(40, own, 1) is None
+    stream.put_state(40, (2, 3), None)
+    written = [
+        bool((theirs.conv_SLWE[s] == 3).all() and (theirs.recurrent_SLHKD[s] == 4).all()) for s in range(8)
+    ]
+    assert [slot for slot in range(8) if written[slot]] == [2, 7]
+    assert not theirs.conv_SLWE[[0, 1, 3, 4, 5, 6]].any()
+    assert [(m.tokens, m.layers, m.conv, m.bytes) for m in opener.states] == [(40, (2, 3), None, 0)]
+    other = StateCache((2,), (3, 4), (2, 4, 4), 1, torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match="does not fit"):
+        stream.copy_state(40, other, 0)
+
+
+def states(slots: int) -> StateCache:
+    return StateCache((2, 3), (3, 4), (2, 4, 4), slots, torch.float32, torch.device("cpu"))
+
+
 def test_stage_exits_if_the_decode_worker_it_maps_was_replaced() -> None:
     """Otherwise the stage would write KV to memory that no worker reads, and the answer would use stale
     pages."""
 
     class Other(Opener):
-        def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
+        def open_pages(self, decode_worker: str, writer: PageWriter) -> OpenedPages:
             raise OtherMemory(f"not {writer.memory}")
 
     ended: list[str] = []
@@ -290,14 +324,14 @@ def test_pages_close_once_after_the_device_has_finished_writing() -> None:
 async def test_mapped_kv_counts_as_arrived_once_announced_without_a_copy() -> None:
     pages = taken(PagePool(4))
     changed: Callable[[], None] = lambda: None  # noqa: E731
-    inbox = KVInbox(KVArrival(4, 32), pages, changed)
+    inbox = KVInbox(KVArrival(range(4), 32), pages, changed)
     everything = KVAnnouncement(request_id="a", layer=0, start=0, tokens=32, payload=None, layers=4)
     assert await inbox.receive(everything, MappedReader()) == 0
     assert inbox.complete and not inbox.lost
 
 
 async def test_refuses_kv_of_another_transport() -> None:
-    inbox = KVInbox(KVArrival(4, 32), taken(PagePool(4)), lambda: None)
+    inbox = KVInbox(KVArrival(range(4), 32), taken(PagePool(4)), lambda: None)
     copied = KVAnnouncement(request_id="a", layer=0, start=0, tokens=32, payload=("k", "v"), layers=4)
     with pytest.raises(HandoffError, match="lies elsewhere"):
         await inbox.receive(copied, MappedReader())

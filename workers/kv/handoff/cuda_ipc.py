@@ -176,11 +176,11 @@ class CudaIpcReader:
         layers: Sequence[int],
         pages: Sequence[int],
     ) -> None:
-        start, heads, first_layer = announcement.start, self._cache.heads, kv.cache.layers.start
+        start, heads, theirs = announcement.start, self._cache.heads, kv.cache.layers
         for first, count in kv.rows:
             parts = {}
             for layer in layers:
-                rows = (side[layer - first_layer].flatten(0, 1)[first : first + count] for side in sides)
+                rows = (side[theirs.index(layer)].flatten(0, 1)[first : first + count] for side in sides)
                 parts[layer] = tuple(side_T[:, heads] for side_T in rows)
             self._cache.write_layers(pages, start, parts)
             start += count

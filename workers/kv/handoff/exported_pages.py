@@ -26,7 +26,7 @@ class ExportedCache:
         dtype: The dtype of k and v; uint8 in an 8-bit cache.
     """
 
-    layers: range
+    layers: Sequence[int]
     shape: tuple[int, ...]
     dtype: str
 

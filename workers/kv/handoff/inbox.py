@@ -7,25 +7,31 @@ loop's thread uses an inbox.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
-from deltafront.workers.kv.arrival import ArrivalError, KVArrival
+from deltafront.workers.kv.arrival import ArrivalError, KVArrival, StateArrival
 from deltafront.workers.kv.handoff.protocols import KVReader
 from deltafront.workers.kv.pages.request_pages import RequestPages
-from deltafront.workers.messages.stages import KVAnnouncement
+from deltafront.workers.messages.stages import HandedState, KVAnnouncement
 
 
 class KVInbox:
-    """Receives the KV and logits of one attempt, until the KV is complete or lost, or the inbox is closed.
+    """Receives the KV, states and logits of one attempt, until KV and states are complete or lost, or the
+    inbox is closed.
 
     `changed` is called when the KV is complete or lost, and when the logits arrive.
     """
 
     def __init__(
-        self, arrival: KVArrival, pages: RequestPages, changed: Callable[[], None], attempt: int = 0
+        self,
+        arrival: KVArrival,
+        pages: RequestPages,
+        changed: Callable[[], None],
+        attempt: int = 0,
+        states: StateArrival | None = None,
     ) -> None:
         self.attempt = attempt
         self.logits_V: np.ndarray | None = None
@@ -33,12 +39,13 @@ class KVInbox:
         self.lost = ""
         """The reason why the KV cannot arrive any more; empty if nothing has failed."""
         self._arrival, self._pages, self._changed = arrival, pages, changed
+        self._states = states or StateArrival()
         self._settled = asyncio.Event()
         self._closed = False
 
     @property
     def complete(self) -> bool:
-        return self._arrival.complete
+        return self._arrival.complete and self._states.complete
 
     async def receive(self, announcement: KVAnnouncement, reader: KVReader) -> int:
         """Copy announced KV into the pages. Layers that were announced before are skipped.
@@ -63,6 +70,34 @@ class KVInbox:
         if self.complete:
             self._settle()
         return moved
+
+    async def receive_state(
+        self, message: HandedState, prompt_tokens: int, write: Callable[[Sequence[int]], Awaitable[None]]
+    ) -> None:
+        """Write a state into the request's slots.
+
+        Args:
+            write: Writes the message's state into these slots.
+        Raises:
+            ArrivalError, ValueError: The state does not fit the model. This sets `lost`.
+        """
+        try:
+            self._states.check(message.layers)
+            with self._use_pages() as pages:
+                states = self._pages.states
+                if pages is None or states is None:
+                    return
+                await write(states.arriving(message.tokens, prompt_tokens))
+        except Exception as error:
+            self.lose(error)
+            raise
+        if self._closed:
+            return
+        self._states.written(message.tokens, message.layers)
+        if self._states.has(message.tokens):
+            states.arrived(message.tokens)
+        if self.complete:
+            self._settle()
 
     def put_logits(self, logits_V: np.ndarray, vocab: int) -> None:
         """Store the first token's logits, unless they have arrived before. Raises ArrivalError if their size
@@ -89,7 +124,8 @@ class KVInbox:
         """
         tokens = self._arrival.resume_point(points)
         self.close()
-        return tokens, KVInbox(self._arrival.until(tokens), self._pages, self._changed, attempt)
+        arrival, states = self._arrival.until(tokens), self._states.until(tokens)
+        return tokens, KVInbox(arrival, self._pages, self._changed, attempt, states)
 
     def close(self) -> None:
         self._closed, self.logits_V = True, None

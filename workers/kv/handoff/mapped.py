@@ -17,9 +17,10 @@ from typing import Any
 from deltafront.workers.kv.cache import PagedKVCache, Sides
 from deltafront.workers.kv.handoff.outbox import MAX_UNANSWERED_BYTES, ActorOutbox, PageOpener
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, UsePages, described
-from deltafront.workers.kv.handoff.stream import MessageStream
+from deltafront.workers.kv.handoff.stream import MappedSlots, MessageStream
 from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.kv.peer_memory import PeerMemory, end_process, home, peer_memory, when_gone
+from deltafront.workers.kv.states import StateCache
 from deltafront.workers.messages.requests import DecodeFailed
 from deltafront.workers.messages.stages import KVAnnouncement, OtherMemory, PageWriter
 from deltafront.workers.settings import HandoffConfig
@@ -32,6 +33,7 @@ class MappedSender:
         memory: The name of the memory that the stage has mapped (`PagedKVCache.memory`).
         outbox: Opens the pages of requests on decode workers.
         background: As in `MessageSender`.
+        states: The mapped states; None: the model has none.
         end: Ends this process. Called if a new decode worker has replaced the one whose memory is mapped,
             because the stage would write KV into the wrong memory.
     """
@@ -43,8 +45,10 @@ class MappedSender:
         outbox: PageOpener,
         *,
         background: bool,
+        states: StateCache | None = None,
         end: Callable[[str], None] = end_process,
     ) -> None:
+        self._states = states
         self._peers, self._memory, self._outbox, self._end = peers, memory, outbox, end
         self._thread = ThreadPoolExecutor(1, "kv-send") if background else None
 
@@ -55,21 +59,23 @@ class MappedSender:
             home=self._peers.home,
             pid=os.getpid(),
             memory=self._memory,
+            state_places=destination.state_places,
         )
         worker = destination.decode_worker
         try:
-            pages = self._outbox.open_pages(worker, writer)
+            opened = self._outbox.open_pages(worker, writer)
         except OtherMemory as error:
             self._end(str(error))
             raise HandoffError(str(error)) from error
         close = partial(self._outbox.close_pages, worker, writer)
         return MessageStream(
-            replace(destination, pages=pages),
+            replace(destination, pages=opened.pages),
             MappedExport(self._peers.mark, close),
             self._outbox,
             self._thread,
             message_bytes=None,
             in_place=True,
+            slots=None if self._states is None else MappedSlots(self._states, opened.states),
         )
 
 
@@ -161,7 +167,7 @@ class PageWriters:
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MappedSender:
     outbox = ActorOutbox(MAX_UNANSWERED_BYTES, config.ack_timeout_s)
     peers, background = peer_memory(cache.device), cache.device.type == "cuda"
-    return MappedSender(peers, cache.memory, outbox, background=background)
+    return MappedSender(peers, cache.memory, outbox, background=background, states=cache.states)
 
 
 def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> MappedReader:

@@ -222,7 +222,7 @@ class NixlReader:
         rank = cache.heads.start // cache.kv_heads
         for layer in layers:
             for side, ours_S in enumerate(cache.sides):
-                target = ours_S[layer - cache.layers.start].data_ptr()
+                target = ours_S[cache.layers.index(layer)].data_ptr()
                 yield from kv.gathered.reads(rank, layer - announcement.layer, side, target, ours)
 
     def _reads_of_rows(
@@ -231,8 +231,8 @@ class NixlReader:
         cache, theirs = self._cache, kv.cache
         runs = list(paired_runs(kv.rows, ours))
         for layer in layers:
-            their_start = (layer - theirs.layers.start) * theirs.shape[1] * PAGE_TOKENS
-            our_start = (layer - cache.layers.start) * cache.pages * PAGE_TOKENS
+            their_start = theirs.layers.index(layer) * theirs.shape[1] * PAGE_TOKENS
+            our_start = cache.layers.index(layer) * cache.pages * PAGE_TOKENS
             for source, target in zip(theirs.sides, cache.sides, strict=True):
                 size = prod(target.shape[3:]) * target.itemsize
                 for their_row, our_row, count in runs:

@@ -11,11 +11,18 @@ from typing import Any, Protocol, TypeVar, cast
 import ray
 
 from deltafront.workers.kv.handoff.protocols import HandoffError, plain
-from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement, OtherMemory, PageWriter
+from deltafront.workers.messages.stages import (
+    FirstLogits,
+    HandedState,
+    KVAnnouncement,
+    OpenedPages,
+    OtherMemory,
+    PageWriter,
+)
 from deltafront.workers.messages.states import NAMESPACE
 from deltafront.workers.roles import KVReceiver, sent
 
-M = TypeVar("M", KVAnnouncement, FirstLogits)
+M = TypeVar("M", KVAnnouncement, FirstLogits, HandedState)
 
 MAX_UNANSWERED_BYTES = 256 << 20
 """Maximum bytes of copied KV in unanswered messages. A stage with more waits for answers."""
@@ -39,6 +46,8 @@ class Outbox(Protocol):
 
     def send_logits(self, delivery: Delivery, message: FirstLogits) -> None: ...
 
+    def send_state(self, delivery: Delivery, message: HandedState) -> None: ...
+
     def check(self, delivery: Delivery) -> None:
         """Raise HandoffError if a message is known to have failed. Does not wait for answers."""
 
@@ -50,8 +59,8 @@ class Outbox(Protocol):
 class PageOpener(Outbox, Protocol):
     """An `Outbox` for a stage that writes directly into decode workers' pages (transport `mapped`)."""
 
-    def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
-        """Open a request's pages for writing, and return its page table.
+    def open_pages(self, decode_worker: str, writer: PageWriter) -> OpenedPages:
+        """Open a request's pages and state slots for writing.
 
         Raises:
             HandoffError: The decode worker did not open them.
@@ -88,10 +97,10 @@ class ActorOutbox:
         self._actors: dict[str, Any] = {}
         self._unanswered: deque[_Unanswered] = deque()
 
-    def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
+    def open_pages(self, decode_worker: str, writer: PageWriter) -> OpenedPages:
         try:
             reply = sent(self._actor(decode_worker), KVReceiver.open_pages, writer)
-            return cast(tuple[int, ...], self._ray.get(reply, timeout=self._ack_timeout_s))
+            return cast(OpenedPages, self._ray.get(reply, timeout=self._ack_timeout_s))
         except Exception as error:
             self.close_pages(decode_worker, writer)
             if isinstance(cause := getattr(error, "cause", None), OtherMemory):
@@ -108,6 +117,9 @@ class ActorOutbox:
 
     def send_logits(self, delivery: Delivery, message: FirstLogits) -> None:
         self._call(KVReceiver.first_logits, delivery, message, message.logits.nbytes)
+
+    def send_state(self, delivery: Delivery, message: HandedState) -> None:
+        self._call(KVReceiver.state, delivery, message, message.bytes)
 
     def check(self, delivery: Delivery) -> None:
         self._settle_answered()

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from deltafront.kernels.layers.kv_int8 import BYTES
+from deltafront.workers.kv.states import State, StateCache
 from deltafront.workers.messages.stages import KVAnnouncement
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -23,20 +24,22 @@ class HandoffError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """The destination of a request's KV. `pages` is the request's page table in the stage's own cache."""
+    """The destination of a request's KV. `pages` is the request's page table in the stage's own cache,
+    `state_places` as in `PrefillJob`."""
 
     request_id: str
     decode_worker: str
     attempt: int = 0
     pages: Sequence[int] = ()
+    state_places: tuple[int, ...] = ()
 
 
 class KVStream(Protocol):
     """Sends one request's KV from a stage to a decode worker.
 
-    The stage's thread calls `put`, `end_chunk` and `close`. The reporting thread calls `put_logits` and the
-    function that `end_chunk` returns. Errors are raised only at the end of a chunk, so that the stage stays
-    in step with the other stages.
+    The stage's thread calls `put`, `copy_state`, `end_chunk` and `close`. The reporting thread calls
+    `put_logits`, `put_state` and the function that `end_chunk` returns. Errors are raised only at the end of
+    a chunk, so that the stage stays in step with the other stages.
     """
 
     pages: Sequence[int]
@@ -67,6 +70,16 @@ class KVStream(Protocol):
 
     def put_logits(self, logits_V: torch.Tensor) -> None:
         """Send the logits at the prompt's last position: float32, in host memory."""
+
+    def copy_state(self, tokens: int, states: StateCache, slot: int) -> State | None:
+        """Launch the copy of the state after the prompt's first `tokens` tokens, which is in this slot.
+
+        Returns:
+            The copy in host memory, for `put_state`; None: it is copied into the decode worker's memory.
+        """
+
+    def put_state(self, tokens: int, layers: Sequence[int], state: State | None) -> None:
+        """Send the state from `copy_state`, once the device has copied it. It is that of `layers`."""
 
     def close(self) -> bool:
         """End the request. Nothing more is sent, and errors are ignored.

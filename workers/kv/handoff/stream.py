@@ -5,7 +5,7 @@ Several small layers share a message, since each message takes every process som
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,8 @@ import torch
 from deltafront.workers.kv.cache import Sides
 from deltafront.workers.kv.handoff.outbox import Delivery, Outbox
 from deltafront.workers.kv.handoff.protocols import Destination, check_kv
-from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
+from deltafront.workers.kv.states import State, StateCache, packed
+from deltafront.workers.messages.stages import FirstLogits, HandedState, KVAnnouncement
 
 
 class KVExport(Protocol):
@@ -49,6 +50,15 @@ class KVExporter(Protocol):
     """True if decode workers read the stage's own pages."""
 
     def export(self, pages: Sequence[int]) -> KVExport: ...
+
+
+@dataclass(frozen=True)
+class MappedSlots:
+    """The states of a decode worker that a stage has mapped, and the slots of one request by number of
+    tokens."""
+
+    cache: StateCache
+    by_tokens: Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +97,7 @@ class MessageStream:
     Args:
         message_bytes: As in `KVExporter`; None: no KV is transferred, and one message announces each chunk.
         in_place: As in `KVExporter`.
+        slots: Where states are written; None: they are sent.
     """
 
     def __init__(
@@ -98,7 +109,9 @@ class MessageStream:
         *,
         message_bytes: int | None,
         in_place: bool,
+        slots: MappedSlots | None = None,
     ) -> None:
+        self._slots = slots
         self.pages, self.has_prefix = destination.pages, message_bytes is None
         self._to, self._export = destination, export
         self._message_bytes, self._in_place = message_bytes, in_place
@@ -142,6 +155,22 @@ class MessageStream:
             request_id=self._to.request_id, logits=logits_V.numpy(), attempt=self._to.attempt
         )
         self._outbox.send_logits(self._delivery, message)
+
+    def copy_state(self, tokens: int, states: StateCache, slot: int) -> State | None:
+        if self._slots is None:
+            return states.to_host(slot)
+        self._slots.cache.take(self._slots.by_tokens.get(tokens, ()), states, slot)
+        return None
+
+    def put_state(self, tokens: int, layers: Sequence[int], state: State | None) -> None:
+        message = HandedState(
+            request_id=self._to.request_id,
+            tokens=tokens,
+            layers=tuple(layers),
+            attempt=self._to.attempt,
+            **packed(state),
+        )
+        self._outbox.send_state(self._delivery, message)
 
     def close(self) -> bool:
         self._layers = []

@@ -8,6 +8,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from deltafront.workers.kv.pages.pool import PagePool, pages_for
+from deltafront.workers.kv.pages.state_slots import StateSlots
 from deltafront.workers.messages.events import Session
 from deltafront.workers.messages.requests import ID_BYTES
 
@@ -16,7 +17,9 @@ from deltafront.workers.messages.requests import ID_BYTES
 class Lease:
     """A session and its pages, which are kept until `expires`.
 
-    `token_ids` are little-endian uint32; empty if no block can be recomputed.
+    Attributes:
+        token_ids: Little-endian uint32; empty if no block can be recomputed.
+        state: The slot of the state after its tokens; None if the model has no gated-delta layers.
     """
 
     session_id: str
@@ -25,6 +28,7 @@ class Lease:
     tokens: int
     expires: float
     token_ids: bytes = field(repr=False, default=b"")
+    state: int | None = None
 
     @property
     def message(self) -> Session:
@@ -34,12 +38,15 @@ class Lease:
 class Leases:
     """A worker's sessions. An id is `<worker>.<random>`, so that any API server can find the worker."""
 
-    def __init__(self, worker: str, pool: PagePool, max_ttl_s: float) -> None:
+    def __init__(
+        self, worker: str, pool: PagePool, max_ttl_s: float, states: StateSlots | None = None
+    ) -> None:
         if max_ttl_s <= 0:
             raise ValueError(f"max_session_ttl_s must be positive, got {max_ttl_s}")
         self._worker = worker
         self._pool = pool
         self._max_ttl_s = max_ttl_s
+        self._states = states
         self._leases: dict[str, Lease] = {}
 
     def __len__(self) -> int:
@@ -54,8 +61,10 @@ class Leases:
         now: float,
         *,
         token_ids: bytes = b"",
+        state: int | None = None,
     ) -> Lease:
-        """Make a session that takes over the caller's references to exactly `pages_for(tokens)` pages.
+        """Make a session that takes over the caller's references to exactly `pages_for(tokens)` pages, and
+        adds one to `state`.
 
         Args:
             ttl_s: Seconds until it expires, limited to the configured maximum; 0 or less: the maximum.
@@ -71,7 +80,10 @@ class Leases:
             tokens=tokens,
             expires=now + granted_s,
             token_ids=token_ids[: tokens * ID_BYTES],
+            state=state,
         )
+        if self._states is not None and state is not None:
+            self._states.incref(state)
         self._leases[lease.session_id] = lease
         return lease
 
@@ -109,4 +121,6 @@ class Leases:
 
     def _drop(self, lease: Lease) -> None:
         del self._leases[lease.session_id]
+        if self._states is not None and lease.state is not None:
+            self._states.release([lease.state])
         self._pool.release(lease.pages)

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from deltafront.workers.kv.pages.host_tier import HostTier, PagesBack
 from deltafront.workers.kv.pages.leases import Lease, Leases
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
-from deltafront.workers.messages.prompts import PromptKey
+from deltafront.workers.kv.pages.state_slots import OutOfSlots, RequestStates, StateSlots, slots_needed
+from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey
 from deltafront.workers.messages.requests import (
     DecodeFailed,
     RefusalReason,
@@ -44,6 +46,7 @@ class RequestPages:
         own: Reserved pages that `divert` puts into the table for recomputed blocks.
         coming: Running copies from host memory into the table's pages, for any request.
         host_tokens: Number of tokens whose KV is copied from host memory for this request.
+        states: The request's state slots; None if the model has no gated-delta layers.
 
     Attributes:
         copy_out: Source and target (`spare`) of the copy for a session that this request makes. It is made
@@ -68,7 +71,9 @@ class RequestPages:
         own: tuple[int, ...] = (),
         coming: tuple[PagesBack, ...] = (),
         host_tokens: int = 0,
+        states: RequestStates | None = None,
     ) -> None:
+        self.states = states
         self._pool, self._key, self._exact = pool, key, exact
         self.table = self.original_table = table
         self.held_tokens, self.host_tokens = held_tokens, host_tokens
@@ -163,12 +168,13 @@ class RequestPages:
         while self._users:
             await self._unused.wait()
 
-    def cache_prefix(self, tokens: int, answer_ids: bytes = b"") -> None:
+    def cache_prefix(self, tokens: int, answer_ids: bytes = b"", *, ends: bool = False) -> None:
         """Put the full pages of the first `tokens` tokens into the prefix cache. The caller must not write to
         these pages afterwards. Does nothing after `end`, or if the key is None or not `remembers`.
 
         Args:
             answer_ids: Token ids after the prompt, little-endian uint32.
+            ends: True if the request ends here.
         """
         if self._key is None or not self._key.remembers or self._ended:
             return
@@ -179,11 +185,17 @@ class RequestPages:
         if self._key.retain_s:
             cache.retain(pages, self._key.retain_s)
         self._offered = len(pages)
+        if self.states is not None:
+            names = (root + chain[at : at + LINK_BYTES] for at in range(0, len(chain), LINK_BYTES))
+            by_tokens = {n * PAGE_TOKENS: name for n, name in enumerate(islice(names, len(pages)), start=1)}
+            self.states.cache(by_tokens, ends=ends)
 
     def end(self, *, failed: bool = False) -> None:
         """End the request. If it failed, remove its pages from the prefix cache."""
         if failed:
             self._pool.prefix_cache.drop(self._cached)
+            if self.states is not None:
+                self.states.forget()
         self._ended = True
         self._free_if_idle()
 
@@ -193,6 +205,8 @@ class RequestPages:
             self._pool.release(dict.fromkeys((*self.original_table, *self.every_page)))
             self.table, self.spare, self._own, self._aside = (), (), (), ()
             self.copy_in = self.copy_out = None
+            if self.states is not None:
+                self.states.free()
             self.freed.set()
             self.on_free()
 
@@ -206,6 +220,7 @@ class _Held:
         slots: Slots of host memory with the KV after these pages.
         partly_filled: A session's last page if it is not full, else None.
         may_recompute: True if blocks can be recomputed, which needs the token ids.
+        state: The slot of the state after these tokens; None: the model has none, or there are no tokens.
     """
 
     tokens: int = 0
@@ -215,6 +230,7 @@ class _Held:
     token_ids: bytes = b""
     exact: bool = True
     may_recompute: bool = True
+    state: int | None = None
 
 
 class PageManager:
@@ -222,10 +238,14 @@ class PageManager:
 
     Args:
         positions: The model's maximum context length in tokens.
+        states: The slots of states; None if the model has no gated-delta layers.
     """
 
-    def __init__(self, pool: PagePool, leases: Leases, positions: int) -> None:
+    def __init__(
+        self, pool: PagePool, leases: Leases, positions: int, states: StateSlots | None = None
+    ) -> None:
         self.pool = pool
+        self.states = states
         self.host: HostTier | None = None
         """The prefix cache's tier in host memory, if there is one."""
         self.leases = leases
@@ -258,17 +278,34 @@ class PageManager:
         return self._take(reservation, held, total, waiting)
 
     def find(self, key: PromptKey) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """Find a prompt's longest cached prefix.
+        """Find a prompt's longest cached prefix. If the model has gated-delta layers, it ends where their
+        state is cached, before the prompt's last token.
 
         Returns:
             Its pages on the GPU, the slots of host memory with the KV after them, and whether all of it was
                 prefilled densely.
         """
         pages, exact = self.pool.prefix_cache.find(key)
+        if self.states is not None:
+            return self._until_a_state(pages, key), (), exact
         if self.host is None:
             return pages, (), exact
         slots, also_exact = self.host.find(key, len(pages))
         return pages, slots, exact and also_exact
+
+    def _until_a_state(self, pages: tuple[int, ...], key: PromptKey) -> tuple[int, ...]:
+        last = len(key.chain) // LINK_BYTES - (not key.tail)
+        return pages[: self.last_state(pages[:last])]
+
+    def last_state(self, pages: Sequence[int], step: int = 1) -> int:
+        """Return the largest number of these cached pages, a multiple of `step`, after which a state is
+        cached; 0: none."""
+        counts = range(len(pages) // step * step, 0, -step)
+        return next((count for count in counts if self._state_after(pages[count - 1])), 0)
+
+    def _state_after(self, page: int) -> int | None:
+        """Return the slot of the cached state at the end of a cached page."""
+        return None if self.states is None else self.states.find(self.pool.prefix_cache[page].name)
 
     def _held(self, reservation: Reservation, now: float) -> _Held | Refused:
         if reservation.session_id is not None:
@@ -282,7 +319,11 @@ class PageManager:
             return Refused(reason=RefusalReason.NO_PREFIX, message=message)
         pages = pages[:count]
         slots = slots[: count - len(pages)]
-        return _Held(tokens=reservation.prefix_tokens, pages=pages, slots=slots, exact=exact)
+        state = None
+        if self.states is not None and (state := self._state_after(pages[-1])) is None:
+            message = f"the state after {reservation.prefix_tokens} tokens of the prompt is no longer cached"
+            return Refused(reason=RefusalReason.NO_PREFIX, message=message)
+        return _Held(tokens=reservation.prefix_tokens, pages=pages, slots=slots, exact=exact, state=state)
 
     def _session(self, session_id: str, owner: str, now: float) -> _Held | Refused:
         lease = self.leases.find(session_id, owner, now)
@@ -296,6 +337,7 @@ class PageManager:
             partly_filled=lease.pages[-1] if rest else None,
             token_ids=lease.token_ids,
             may_recompute=bool(lease.token_ids),
+            state=lease.state,
         )
 
     def _take(
@@ -322,6 +364,8 @@ class PageManager:
         if needed > free:
             message = str(OutOfPages(needed, free))
             return Refused(reason=RefusalReason.PAGES, message=message, needed=needed, free=free)
+        if isinstance(states := self._take_states(reservation, held), Refused):
+            return states
         self.pool.incref((*shared, *source))  # first, since `allocate` may evict them
         taken = self.pool.allocate(needed)
         coming = () if self.host is None else self.host.coming_to(shared)
@@ -339,7 +383,26 @@ class PageManager:
             own=taken[fresh + spare :],
             session_token_ids=held.token_ids,
             copy_in=(source[0], taken[0]) if source else None,
+            states=states,
         )
+
+    def _take_states(self, reservation: Reservation, held: _Held) -> RequestStates | Refused | None:
+        if self.states is None:
+            return None
+        kept = reservation.keep_tokens
+        if kept and kept < held.tokens:
+            message = f"the cached prefix of {held.tokens} tokens has no state after {kept} tokens"
+            return Refused(reason=RefusalReason.NO_PREFIX, message=message)
+        if slots_needed(kept) > self.states.total:
+            message = (
+                f"{slots_needed(kept)} state slots are needed, decode.state_slots is {self.states.total}"
+            )
+            return Refused(reason=RefusalReason.TOO_LARGE, message=message)
+        try:
+            return RequestStates(self.states, held.state, held.tokens, kept)
+        except OutOfSlots as error:
+            needed = pages_for(held.tokens + reservation.new_tokens)
+            return Refused(reason=RefusalReason.PAGES, message=str(error), needed=needed, free=self.pool.free)
 
     def prepare_session(self, pages: RequestPages, tokens: int) -> None:
         """If the session's last page is partly filled, allocate a spare page for its copy and set `copy_out`.
@@ -347,8 +410,10 @@ class PageManager:
         A later `keep_session` then cannot fail.
 
         Raises:
-            OutOfPages: No spare page was reserved, and none is free.
+            OutOfPages, OutOfSlots: No spare page or state slot was reserved, and none is free.
         """
+        if pages.states is not None and tokens:
+            pages.states.keep(tokens)
         full, rest = divmod(tokens, PAGE_TOKENS)
         if rest:
             pages.spare = pages.spare or self.pool.allocate(1)
@@ -371,7 +436,11 @@ class PageManager:
         """
         copied = () if pages.copy_out is None else pages.copy_out[1:]
         shared = pages.original_table[: tokens // PAGE_TOKENS if copied else pages_for(tokens)]
-        lease = self.leases.adopt(owner, shared + copied, tokens, ttl_s, now, token_ids=token_ids)
+        states = pages.states
+        state = None if states is None else states.live if states.kept is None else states.kept
+        lease = self.leases.adopt(
+            owner, shared + copied, tokens, ttl_s, now, token_ids=token_ids, state=state
+        )
         self.pool.incref(shared)
         if copied:
             pages.spare, pages.copy_out = (), None

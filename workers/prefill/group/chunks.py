@@ -117,17 +117,21 @@ class ModelWork:
     @classmethod
     def of(cls, model: ModelConfig, stages: int, quantised: bool) -> ModelWork:
         """Compute the work of each stage's layers (`ModelConfig.split`). The model's last layer counts only
-        with its QKV projection, since prefill needs the rest only for the last tokens."""
+        with its QKV projection, since prefill needs the rest only for the last tokens, unless its attention
+        is linear."""
         shares, works = model.split(stages), []
         for share in shares:
             last = share is shares[-1]
-            attentions, mlps = len(share.layers) - last, share.mlps[: len(share.mlps) - last]
-            per_token = attentions * model.attention_matrices + last * model.qkv_matrices
+            last &= model.layers - 1 not in model.linear_layers
+            attentions, mlps = share.layers[: len(share.layers) - last], share.mlps[: len(share.mlps) - last]
+            per_token = last * model.qkv_matrices
+            per_token += sum(count * kind.attention_macs for kind, count in model.kinds(attentions))
             per_token += sum(count * kind.mlp_macs for kind, count in model.kinds(mlps))
-            windows = [model.windows[n] for n in share.layers[:attentions] if n in model.windows]
+            windows = [model.windows[n] for n in attentions if n in model.windows]
             per_token += sum(windows) * model.macs_per_pair
-            per_pair = (attentions - len(windows)) * model.macs_per_pair
-            works.append(StageWork(per_token, per_pair, attentions + len(mlps) + last))
+            everywhere = len(model.attention_layers(attentions)) - len(windows)
+            per_pair = everywhere * model.macs_per_pair
+            works.append(StageWork(per_token, per_pair, len(attentions) + len(mlps) + last))
         return cls(tuple(works), quantised)
 
     def chunk_cost(self, method: MethodSpec) -> ChunkCost:

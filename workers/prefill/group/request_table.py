@@ -85,6 +85,7 @@ class Request:
             serial=self.serial,
             start=job.start,
             attempt=job.attempt,
+            state_places=job.state_places,
         )
 
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from deltafront.kernels.gated_delta.states import RowStates, SequenceStates
 from deltafront.kernels.interface import Attention, AttentionInput, StateSpec, TileCounts
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import resume_step
 from deltafront.workers.kv.cache import PagedKVCache, Sides
 from deltafront.workers.kv.handoff.protocols import KVStream
+from deltafront.workers.kv.states import State, StateCache
 from deltafront.workers.messages.events import LayerDensity
 from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
 from deltafront.workers.prefill.stage.phases import PhaseTimer
@@ -39,6 +41,8 @@ class ChunkWork:
     tile_counts: list[tuple[int, TileCounts]] = field(default_factory=list)
     handoff_bytes: int = 0
     finite: torch.Tensor | None = None
+    states: list[tuple[int, State | None]] = field(default_factory=list)
+    """The results of `KVStream.copy_state`, with the numbers of tokens before each state."""
     logits_V: torch.Tensor | None = None
     """Logits (float32) after the prompt's last token; None if they are not needed."""
     launched: float = 0.0
@@ -103,6 +107,8 @@ class OpenPrompt:
             layer skips queries.
         first_page: The first of pages_N if the pages are contiguous, else None.
         fetch_s: As in `ChunkWork`.
+        live: The state of the gated-delta layers after the last launched chunk, in slot 0; None: the stage
+            has no such layer.
     """
 
     request: OpenRequest
@@ -113,6 +119,7 @@ class OpenPrompt:
     pages_N: torch.Tensor
     first_page: int | None
     fetch_s: float = 0.0
+    live: StateCache | None = None
 
 
 class ChunkAttention:
@@ -136,6 +143,9 @@ class ChunkAttention:
             self._rows_T = self._rows(self._start, work.command.tokens)
             self._seen_S = self._rows(0, self._end) if cache.int8 else None
             """Rows of all tokens so far, if 8-bit KV must be dequantised to the model's dtype."""
+            self._places = tuple(p for p in prompt.request.state_places if self._start < p <= self._end)
+            if prompt.live is not None:
+                prompt.live = prompt.live.with_slots(1 + len(self._places))
 
     def _rows(self, start: int, tokens: int) -> torch.Tensor:
         if self._prompt.first_page is None:
@@ -144,9 +154,28 @@ class ChunkAttention:
 
     def kv_rows(self, layer: int) -> KVRows:
         """Return the cache rows to write the chunk's KV to. Raises RequestFailed if the request ended."""
+        self._check_wanted()
+        return self._cache.kv_rows(layer, self._rows_T)
+
+    def _check_wanted(self) -> None:
         if self._abandoned():
             raise RequestFailed(f"request {self._prompt.request.request_id} was abandoned")
-        return self._cache.kv_rows(layer, self._rows_T)
+
+    def row_states(self, layer: int) -> RowStates:
+        """Return where the layer's state is: slot 0, and a slot for each of the chunk's state places. Raises
+        RequestFailed if the request ended."""
+        self._check_wanted()
+        assert self._prompt.live is not None, "the stage has states for its gated-delta layers"
+        cuts = [(place - self._start, slot) for slot, place in enumerate(self._places, start=1)]
+        whole = (self._end - self._start, 0)
+        return SequenceStates(self._prompt.live.layer(layer), 0, (*cuts, whole))
+
+    def copy_states(self) -> None:
+        """Launch the copies of the states that the decode worker needs. Call it after the last layer."""
+        if self._prompt.live is not None:
+            copy = self._prompt.stream.copy_state
+            for slot, place in enumerate(self._places, start=1):
+                self._work.states.append((place, copy(place, self._prompt.live, slot)))
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
         work, prompt, phase = self._work, self._prompt, self._work.timer.phase

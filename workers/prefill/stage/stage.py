@@ -21,6 +21,7 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.fetch import KVSource, NoKVSource, from_host, pieces
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
 from deltafront.workers.kv.pages.pool import first_of_run, pages_for
+from deltafront.workers.kv.states import StateCache
 from deltafront.workers.messages.stages import (
     ChunkCommand,
     ChunkReport,
@@ -112,7 +113,8 @@ class PrefillStage:
         try:
             thresholds = thresholds_for(self._profile, request.method)
             method = build(request.method, thresholds, config.windows)
-            states = {layer: method.new_state(replace(spec, layer=layer)) for layer in stack.layers}
+            attend = config.attention_layers(stack.layers)
+            states = {layer: method.new_state(replace(spec, layer=layer)) for layer in attend}
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error
         destination = Destination(
@@ -120,6 +122,7 @@ class PrefillStage:
             decode_worker=request.decode_worker,
             attempt=request.attempt,
             pages=request.pages,
+            state_places=request.state_places,
         )
         try:
             stream = self._sender.open(destination)
@@ -136,11 +139,30 @@ class PrefillStage:
             first_page=first_of_run(stream.pages),
         )
         try:
+            self._open[request.request_id].live = self._first_state(request)
             if request.start and not stream.has_prefix:
                 self._fetch_kv(request, stream.pages)
         except _REQUEST_ERRORS as error:
             self._drop(request.request_id)
             raise RequestFailed(str(error)) from error
+
+    def _first_state(self, request: OpenRequest) -> StateCache | None:
+        """Return the state of this stage's gated-delta layers with which a prompt begins: zeros, or the
+        decode worker's if it resumes. None: the stage has no such layer."""
+        linear, stack = self.stack.config.linear, self.stack
+        layers = () if linear is None else tuple(n for n in linear.layers if n in stack.layers)
+        if linear is None or not layers:
+            return None
+        shapes = linear.conv_shape, linear.recurrent_shape
+        first = StateCache(layers, *shapes, 1, stack.dtype, stack.device)
+        if not request.start:
+            return first
+        held = self._source.state(request.decode_worker, request.request_id)
+        if held.tokens != request.start:
+            raise RequestFailed(f"a state after {held.tokens} tokens came for a prompt at {request.start}")
+        rows = [held.layers.index(layer) for layer in layers]
+        first.write([0], layers, held.conv[rows], held.recurrent[rows])
+        return first
 
     def _fetch_kv(self, request: OpenRequest, pages: Sequence[int]) -> None:
         if self.stack.device.type == "cuda":  # another request's abandoned chunk may still write to the pages
@@ -216,7 +238,10 @@ class PrefillStage:
         attention = ChunkAttention(
             prompt, work, self._cache, last_layer, lambda: serial in self._abandoned, stack.sinks
         )
-        return stack.run(hidden_TC, positions_T, attention, phase=phase)
+        hidden_TC = stack.run(hidden_TC, positions_T, attention, phase=phase)
+        with phase("handoff"):
+            attention.copy_states()
+        return hidden_TC
 
     def _embed(self, command: ChunkCommand) -> torch.Tensor:
         ids_T = np.frombuffer(command.token_ids, dtype="<u4").astype(np.int64)
@@ -261,6 +286,9 @@ class PrefillStage:
         try:
             if not bool(work.finite):
                 raise RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
+            for tokens, state in work.states:
+                layers = tuple(n for n in self.stack.config.linear_layers if n in self.stack.layers)
+                stream.put_state(tokens, layers, state)
             if work.logits_V is not None:
                 stream.put_logits(work.logits_V)
             sent()
@@ -324,11 +352,11 @@ def load_stage(
     warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
     if kv_dtype == "int8":
         warm_up_kv(stack)
-    heads = shape.kv_heads, shape.head_dim
+    heads, attend = (shape.kv_heads, shape.head_dim), shape.attention_layers(stack.layers)
     cache = (
         memory[1]
         if memory
-        else PagedKVCache(stack.layers, *heads, pages, stack.dtype, stack.device, int8=kv_dtype == "int8")
+        else PagedKVCache(attend, *heads, pages, stack.dtype, stack.device, int8=kv_dtype == "int8")
     )
     ends, place = activations or NoActivations(), {"stage": stage, "stages": config.stages}
     return PrefillStage(

@@ -11,6 +11,7 @@ import torch
 
 from deltafront.kernels.build import build
 from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.gated_delta.states import SequenceStates
 from deltafront.kernels.interface import Attention, AttentionInput, StateSpec
 from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.kv.cache import PagedKVCache
@@ -50,7 +51,8 @@ def warm_up(
             for tokens in dummies:
                 full_chunks, rest = divmod(tokens, chunk_tokens)
                 _read(stack, method, [chunk_tokens] * full_chunks + [rest] * (rest > 0), layer)
-            if on_gpu and longest and layer not in stack.config.window_layers:
+            attends_to_all = layer not in (*stack.config.window_layers, *stack.config.linear_layers)
+            if on_gpu and longest and attends_to_all:
                 _compile_for_lengths(stack, method, shortest, chunk_tokens, longest, layer)
     _compile_for_one_row(stack)
     stack.compile_gemms()
@@ -63,8 +65,11 @@ def warm_up(
 def warm_up_kv(stack: LayerStack) -> None:
     """Compile the kernels for 8-bit KV. They run on a temporary page, because the stage may share its own
     pages with a decode worker."""
-    layers, config = stack.layers[:1], stack.config
-    heads = config.kv_heads, config.head_dim
+    config = stack.config
+    heads, attend_layers = (config.kv_heads, config.head_dim), config.attention_layers(stack.layers)
+    if not attend_layers:
+        return
+    layers = range(attend_layers[0], attend_layers[0] + 1)
     cache = PagedKVCache(layers, *heads, 1, stack.dtype, stack.device, int8=True)
     rows_T = torch.arange(1, device=stack.device)
     hidden_TC = torch.zeros(1, stack.config.hidden, dtype=stack.dtype, device=stack.device)
@@ -80,8 +85,9 @@ def warm_up_kv(stack: LayerStack) -> None:
 
 
 def first_of_kinds(stack: LayerStack) -> list[int]:
-    """Return the first layer with a sliding window and the first layer without one, if they exist."""
-    kinds = {layer in stack.config.window_layers: layer for layer in reversed(stack.layers)}
+    """Return the first layer of each kind: with a sliding window, gated-delta, and other layers."""
+    windows, linear = stack.config.window_layers, stack.config.linear_layers
+    kinds = {(layer in windows, layer in linear): layer for layer in reversed(stack.layers)}
     return sorted(kinds.values())
 
 
@@ -164,9 +170,12 @@ def _read(stack: LayerStack, method: Attention, chunks: Sequence[int], layer: in
         )
         return method.attend(x, state)[0][0].transpose(0, 1)
 
+    def states(_layer: int) -> SequenceStates:
+        return SequenceStates(stack.fresh_states(1), 0, ((tokens, 0),))
+
     start = 0
     for tokens in chunks:
         hidden_TC = torch.randn(tokens, config.hidden, device=stack.device).to(stack.dtype)
         positions_T = torch.arange(start, start + tokens, device=stack.device)
-        stack.forward(hidden_TC, positions_T, attend, range(layer, layer + 1))
+        stack.forward(hidden_TC, positions_T, attend, range(layer, layer + 1), states)
         start += tokens
