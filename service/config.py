@@ -36,6 +36,8 @@ from deltafront.workers.settings import (
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WARM_UP_TOKENS = 256
+_LEAST_SLOTS = 4
+"""State slots of a request that continues a session and makes one."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,10 @@ class ServiceConfig(BaseModel):
         if self.decode.recompute_blocks is not None:
             return self.decode.recompute_blocks
         return 0 if self.door.default_method == "dense" else RECOMPUTED
+
+    def recompute_blocks_of(self, model: ModelConfig) -> int:
+        """Return how many blocks are recomputed by default. A model with linear attention recomputes none."""
+        return self.recompute_blocks if model.linear is None else 0
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
@@ -207,13 +213,12 @@ class ServiceConfig(BaseModel):
 
     def check_against(self, model: ModelConfig, profile: Profile | None) -> None:
         """Check the configuration against the model and its profile. Raises ConfigError."""
-        problems = [
-            f"decode.{problem}" for problem in self.decode.layer_problems(model.layers, model.windows)
-        ]
+        named = self.decode.layer_problems(model.layers, model.windows, model.linear_layers)
+        problems = [f"decode.{problem}" for problem in named]
         if self.decode.warm_up and model.positions < _WARM_UP_TOKENS:
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
         gib, number = self.decode.host_cache_gib, 4 if self.model.dtype == "float32" else 2
-        token = model.kv_bytes(model.layers, number, self.decode.kv_dtype is not None)
+        token = model.kv_bytes(model.kv_layers, number, self.decode.kv_dtype is not None)
         if 0 < gib < (least := BATCH_PAGES * PAGE_TOKENS * token / 2**30):
             problems.append(f"decode.host_cache_gib = {gib:g}: must be 0, or at least {least + 5e-4:.3f}")
         # A decode worker prefills appended text with prefill's kernels.
@@ -226,9 +231,14 @@ class ServiceConfig(BaseModel):
                     f"{key}.device: a GPU takes heads of {taken} channels there, the model's have {own}"
                 )
         try:
-            model.split(self.prefill.stages)
+            shares = model.split(self.prefill.stages)
         except ModelError as error:
             problems.append(f"prefill.stages: {error}")
+        else:
+            if model.linear is not None:
+                problems += self._linear_problems(
+                    all(map(model.attention_layers, (s.layers for s in shares)))
+                )
         try:
             widths = model.matrix_widths(self.decode.tensor_parallel)
             if self.model.quantisation is not None and any(width % 16 for width in widths):
@@ -242,6 +252,24 @@ class ServiceConfig(BaseModel):
                 problems.append(f"{key}: {error}")
         if problems:
             raise ConfigError("; ".join(problems))
+
+    def _linear_problems(self, all_attend: bool) -> Iterator[str]:
+        """Yield a message for each key that a model with linear attention does not go with yet. all_attend:
+        every stage has a layer with attention."""
+        decode = self.decode
+        if decode.recompute_blocks:
+            why = "a model with linear attention recomputes no blocks, since its states have none"
+            yield f"decode.recompute_blocks = {decode.recompute_blocks}: must be 0: {why}"
+        if decode.host_cache_gib:
+            yield "decode.host_cache_gib: must be 0, because states of linear attention stay on the GPU"
+        if self.door.shadow:
+            yield "door.shadow: must be 0 with linear attention"
+        if self.model.quantisation is not None:
+            yield f"model.quantisation = {self.model.quantisation}: not with linear attention yet"
+        if decode.state_slots < _LEAST_SLOTS:
+            yield f"decode.state_slots = {decode.state_slots}: must be at least {_LEAST_SLOTS}"
+        if not all_attend and self.prefill.device == "cuda":
+            yield f"prefill.stages = {self.prefill.stages}: a stage would have linear attention alone"
 
     def with_model(self, **changes: Any) -> ServiceConfig:
         return self.model_copy(update={"model": dataclasses.replace(self.model, **changes)})

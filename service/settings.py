@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
+from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.workers.settings import Count, Labels, NonNegative, Positive
 from deltafront.workers.tracing import CONSOLE
 
@@ -132,6 +133,9 @@ class DoorConfig:
     """Decode workers keep a prefix cache. A prompt hits cached blocks with the same beginning and owner, if
     they were made by dense attention or by the same method and options. Without tokens_file all callers are
     one owner."""
+    state_spacing: Annotated[int, Field(ge=PAGE_TOKENS, multiple_of=PAGE_TOKENS)] = 8192
+    """With linear attention: the tokens between the states of a prompt that are cached, besides the state at
+    its last page boundary. A later prompt can only continue from a state."""
     prefix_scope: Literal["owner", "all"] = "owner"
     """`all`: callers share the prefix cache. Then a caller who guesses the beginning of another's prompt can
     see from the time and from `cached_tokens` that it was sent."""

@@ -149,8 +149,9 @@ def _limits(
         max_ttl_s=decode.max_session_ttl_s,
         longest_token=longest_token,
         delta_layers=bool(decode.delta_layers),
-        default_recompute_blocks=settings.recompute_blocks,
+        default_recompute_blocks=settings.recompute_blocks_of(model),
         default_sampling=_default_sampling(settings, directory, model.positions),
+        recomputes=model.linear is None,
     )
 
 
@@ -203,7 +204,7 @@ def _server_info(
         page_budget=decode.page_budget,
         recency=decode.recency,
         profile=None if profile is None else _profile(profile),
-        recompute_blocks=settings.recompute_blocks,
+        recompute_blocks=settings.recompute_blocks_of(model),
         default_options=dict(settings.default_attention.options),
         measured=None if profile is None or profile.measured is None else _measured(profile.measured),
     )

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deltafront.service.cli.size import (
+    DTYPE_BYTES,
     GIB,
     RESERVE_GIB,
+    STAGE_STATES,
     brought_back_bytes,
     host_tokens,
     kv_bytes,
@@ -106,11 +108,17 @@ def uses(demand: Demand) -> Iterator[HostUse]:
     Ranks have separate GPUs if there are enough for both.
     """
     most = min(demand.gpus, demand.model.layers)
-    counts = [n for n in range(most, 0, -1) if demand.stages in (None, n)]
+    counts = [n for n in range(most, 0, -1) if demand.stages in (None, n) and _all_attend(demand.model, n)]
     cuts = [n for n in reversed(rank_counts(demand.model)) if demand.ranks in (None, n) and n <= demand.gpus]
-    for kind, stages, ranks in itertools.product(demand.quantisations, counts, cuts):
+    kinds = [kind for kind in demand.quantisations if kind is None or demand.model.linear is None]
+    for kind, stages, ranks in itertools.product(kinds, counts, cuts):
         if kind is None or not any(width % 16 for width in demand.model.matrix_widths(ranks)):
             yield HostUse(kind, stages, ranks, beside=stages + ranks > demand.gpus)
+
+
+def _all_attend(model: ModelConfig, stages: int) -> bool:
+    """Return whether each stage has a layer with attention."""
+    return all(model.attention_layers(share.layers) for share in model.split(stages))
 
 
 def best(demand: Demand) -> HostPlan | None:
@@ -144,7 +152,9 @@ def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
 
 def _stage_bytes(demand: Demand, use: HostUse, cache_tokens: int) -> int:
     if use.mapped:
-        return brought_back_bytes(demand.model, cache_tokens, demand.dtype, demand.kv_dtype)
+        states = demand.model.state_bytes(range(demand.model.layers), DTYPE_BYTES[demand.dtype])
+        brought_back = brought_back_bytes(demand.model, cache_tokens, demand.dtype, demand.kv_dtype)
+        return brought_back + STAGE_STATES * states
     how = demand.dtype, use.quantisation, demand.kv_dtype
     return stage_bytes(demand.model, use.stages, cache_tokens, *how)
 
@@ -170,7 +180,7 @@ def gpus_needed(demand: Demand) -> int | None:
 
 def kept_gib(demand: Demand, found: HostPlan) -> float:
     """Return the size in GiB of the decode worker's KV cache, summed over its ranks."""
-    token_bytes = kv_bytes(demand.model, demand.model.layers, demand.dtype, demand.kv_dtype)
+    token_bytes = kv_bytes(demand.model, demand.model.kv_layers, demand.dtype, demand.kv_dtype)
     return token_bytes * found.decode_tokens / GIB
 
 
@@ -181,7 +191,8 @@ def cache_tokens(tokens: int) -> int:
 
 def recomputed_tokens(demand: Demand) -> int:
     """Return the cache tokens needed for the recomputed blocks of a sparse prompt."""
-    return PAGE_TOKENS * recompute_pages(demand.recompute_blocks, demand.tokens, appended=False)
+    blocks = demand.recompute_blocks if demand.model.linear is None else 0
+    return PAGE_TOKENS * recompute_pages(blocks, demand.tokens, appended=False)
 
 
 def missing_bytes(demand: Demand) -> int:
@@ -213,7 +224,7 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
         "threads": _THREADS,
         "cpus_per_stage": _CPUS,
         "gpus_per_stage": 0.5 if use.mapped else 1,
-        "warm_up": ["dense", "dpxa", {"dpxa+delta": {"share": 0.1}}],  # rules by threshold and by share
+        "warm_up": _warm_up(demand.model),
     }
     decode = {
         "tensor_parallel": use.ranks,
@@ -230,6 +241,12 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
     }
     transport = "mapped" if use.mapped else "cuda_ipc"
     return {"model": model, "prefill": prefill, "decode": decode, "handoff": {"transport": transport}}
+
+
+def _warm_up(model: ModelConfig) -> list[Any]:
+    if model.linear is not None:
+        return ["dense"]
+    return ["dense", "dpxa", {"dpxa+delta": {"share": 0.1}}]  # rules by threshold and by share
 
 
 def explained(demand: Demand, found: HostPlan, host_reason: str = "") -> list[str]:

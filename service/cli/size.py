@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.rope_config import RopeConfig
-from deltafront.workers.settings import Dtype, KVDtype, Quantisation
+from deltafront.workers.settings import DecodeConfig, Dtype, KVDtype, Quantisation
 
 GIB = 1 << 30
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -19,6 +19,10 @@ RESERVE_GIB = 8.0
 """Memory of each process on a GPU besides weights and KV cache: the CUDA context and NCCL (1 GiB), an MLP's
 activations of 16,384 tokens (3 GiB for 70B), tile selection (2.9 GiB at 524,288 tokens: docs/performance.md),
 CUDA graphs."""
+STATE_SLOTS = DecodeConfig.state_slots
+STAGE_STATES = 8
+"""States of linear attention that a stage holds at once: its open prompts', and those on their way to a
+decode worker."""
 HOST_SHARE = 0.5
 """The largest share of the free host memory for the prefix cache. The rest is for weights that are being
 loaded, Ray's object store (30%) and the processes."""
@@ -139,16 +143,17 @@ def stage_bytes(
     quantisation: Quantisation | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> int:
-    """Count the bytes of weights and KV cache on the fullest stage. Raises ModelError for more stages than
-    layers."""
+    """Count the bytes of weights, KV cache and states on the fullest stage. Raises ModelError for more stages
+    than layers."""
     tokens = pages_for(cache_tokens) * PAGE_TOKENS
     brought_back = brought_back_bytes(model, cache_tokens, dtype, kv_dtype)
     sizes = []
     for stage, share in enumerate(model.split(stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
         weights = weight_bytes(model, share.layers, dtype, quantisation, mlps=share.mlps, **ends)
-        kv = tokens * kv_bytes(model, len(share.layers), dtype, kv_dtype)
-        sizes.append(weights + kv + brought_back)
+        kv = tokens * kv_bytes(model, len(model.attention_layers(share.layers)), dtype, kv_dtype)
+        states = STAGE_STATES * model.state_bytes(share.layers, DTYPE_BYTES[dtype])
+        sizes.append(weights + kv + brought_back + states)
     return max(sizes)
 
 
@@ -160,19 +165,20 @@ def rank_bytes(
     quantisation: Quantisation | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> int:
-    """Count the bytes of weights and KV cache on one tensor-parallel rank of a decode worker: its part of
-    layers and output head, and the whole embedding. Raises ModelError if the model does not divide evenly
-    over the ranks."""
+    """Count the bytes of weights, KV cache and states on one tensor-parallel rank of a decode worker: its
+    part of layers and output head, and the whole embedding. Raises ModelError if the model does not divide
+    evenly over the ranks."""
     part, size = model.of_rank(ranks), DTYPE_BYTES[dtype]
-    kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.layers, dtype, kv_dtype)
+    kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.kv_layers, dtype, kv_dtype)
     rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
     layers = weight_bytes(part, range(model.layers), dtype, quantisation, head=False)
-    return layers + kv + (rows + 1) * model.hidden * size
+    states = (STATE_SLOTS + 1) * model.state_bytes(range(model.layers), size)
+    return layers + kv + states + (rows + 1) * model.hidden * size
 
 
 def rank_counts(model: ModelConfig) -> list[int]:
     """List the possible tensor-parallel sizes of a decode worker."""
-    whole = math.gcd(model.kv_heads, *model.mlp_widths)
+    whole = math.gcd(model.kv_heads, *model.mlp_widths) if model.linear is None else 1
     return [n for n in range(1, whole + 1) if whole % n == 0]
 
 
@@ -205,7 +211,7 @@ def sizing(
     if quantisation is not None and DTYPE_BYTES[dtype] != 2:
         raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
     room = int((gpu_gib - reserve_gib) * GIB)
-    kv_token_bytes = kv_bytes(model, model.layers, dtype, kv_dtype)
+    kv_token_bytes = kv_bytes(model, model.kv_layers, dtype, kv_dtype)
     weights = weight_bytes(model, range(model.layers), dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
     counts = rank_counts(model) if ranks is None else [ranks]
@@ -241,7 +247,7 @@ def sizing(
 
 def host_tokens(model: ModelConfig, gib: float, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
     """Return the tokens whose KV fits into `gib` GiB of host memory, in full pages of all ranks."""
-    return int(gib * GIB) // (PAGE_TOKENS * kv_bytes(model, model.layers, dtype, kv_dtype)) * PAGE_TOKENS
+    return int(gib * GIB) // (PAGE_TOKENS * kv_bytes(model, model.kv_layers, dtype, kv_dtype)) * PAGE_TOKENS
 
 
 def host_gib(free_gib: float, kept_gib: float) -> float:

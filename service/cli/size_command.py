@@ -165,7 +165,7 @@ def _plan(
         if found is None:
             fail("\n".join(_what_fits(demand)))
         reason = ""
-        if host_free_gib is not None:
+        if host_free_gib is not None and demand.model.linear is None:  # states stay on the GPU
             kept = kept_gib(demand, found)
             reason = host_reason(host_free_gib, kept)
             demand = replace(demand, host_cache_gib=host_gib(host_free_gib, kept))

@@ -68,6 +68,8 @@ class Limits:
     delta_layers: bool
     default_recompute_blocks: int
     default_sampling: Sampling
+    recomputes: bool = True
+    """False for a model with linear attention, which recomputes no blocks."""
 
     @property
     def max_characters(self) -> int:
@@ -249,6 +251,7 @@ def _recompute_blocks(blocks: int | None, limits: Limits) -> int:
         return limits.default_recompute_blocks
     bounds = f"{blocks} must be between 0 (none) and {MAX_RECOMPUTE_BLOCKS}"
     _require(0 <= blocks <= MAX_RECOMPUTE_BLOCKS, "recompute_blocks", bounds)
+    _require(limits.recomputes or not blocks, "recompute_blocks", "must be 0 with linear attention")
     return blocks
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import deltafront
+from deltafront.benchmarks.engine.model import SHAPES as ENGINE_SHAPES
 from deltafront.kernels import methods
 from deltafront.kernels.methods import PRESETS
 from deltafront.service import wiring
@@ -430,6 +431,42 @@ def test_window_layers_cannot_be_delta_layers() -> None:
     parse(content("decode", delta_layers=[5])).check_against(model, None)
     with pytest.raises(ConfigError, match=r"^decode\.delta_layers names \[4\], which attend to a window"):
         parse(content("decode", delta_layers=[2, 4])).check_against(model, None)
+
+
+HYBRID = ENGINE_SHAPES["next-16"]
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        (
+            "decode",
+            {"recompute_blocks": 8},
+            "decode.recompute_blocks = 8: must be 0: .* recomputes no blocks",
+        ),
+        ("decode", {"host_cache_gib": 1.0}, "decode.host_cache_gib: must be 0, because states .* on the GPU"),
+        ("decode", {"state_slots": 3}, "decode.state_slots = 3: must be at least 4"),
+        ("decode", {"delta_layers": [3, 4]}, r"decode.delta_layers names \[4\], which have linear attention"),
+        (
+            "decode",
+            {"tensor_parallel": 2},
+            "decode.tensor_parallel: 2 ranks cannot share Qwen3NextForCausalLM",
+        ),
+        ("door", {"shadow": 0.1}, "door.shadow: must be 0 with linear attention"),
+        ("model", {"quantisation": "fp8"}, "model.quantisation = fp8: not with linear attention yet"),
+        ("prefill", {"stages": 16}, "prefill.stages = 16: a stage would have linear attention alone"),
+    ],
+)
+def test_names_what_a_hybrid_does_not_go_with(section: str, values: dict[str, Any], says: str) -> None:
+    base = content() | {"prefill": {"device": "cuda"}, "decode": {"device": "cuda", "page_selection": "full"}}
+    parse(base).check_against(HYBRID, None)
+    with pytest.raises(ConfigError, match=says):
+        parse(base | {section: {**base.get(section, {}), **values}}).check_against(HYBRID, None)
+
+
+def test_hybrid_recomputes_no_blocks_by_default() -> None:
+    settings = parse(content())
+    assert (settings.recompute_blocks_of(SHAPES["8b"]), settings.recompute_blocks_of(HYBRID)) == (32, 0)
 
 
 def test_serve_accepts_the_application_builder(model: Path) -> None:

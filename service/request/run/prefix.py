@@ -199,7 +199,9 @@ def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> Pr
     """Decide whether the hit's decode worker or a group prefills the rest of a prompt, and cut the hit to the
     tokens that it can use. None: a group prefills the whole prompt sooner."""
     prefix = usable_prefix(hit.prefix.tokens, tokens)
-    start = resume_at(hit.prefix.tokens, tokens, method)
+    found = hit.prefix.group_tokens if hit.prefix.has_state else hit.prefix.tokens
+    start = resume_at(found, tokens, method)
+    start = start if start == found or not hit.prefix.has_state else 0
     if not rest_is_long(prefix, start, tokens, rates):
         return replace(hit, prefix=replace(hit.prefix, tokens=prefix))
     anew = rates.prefill is not None and group_seconds(0, tokens, rates) <= group_seconds(

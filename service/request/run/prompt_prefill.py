@@ -26,6 +26,7 @@ from deltafront.workers.messages.events import (
     Progress,
     summed_by_layer,
 )
+from deltafront.workers.messages.prompts import state_places
 from deltafront.workers.messages.requests import PrefillJob, RefusalReason, Refused
 from deltafront.workers.roles import DecodeWorker, Group
 
@@ -61,10 +62,15 @@ class PromptPrefill:
             start=self.plan.prefix_tokens,
             trace=self.call.options.trace,
             service_tier=self.call.options.service_tier,
+            state_places=self._state_places(),
         )
         self._reports: dict[int, tuple[PrefillReport, PrefillReport]] = {}
         """Two reports by number of prefilled tokens, without lost work: the last group's and all groups'
         together."""
+
+    def _state_places(self) -> tuple[int, ...]:
+        spacing = self.resources.settings.state_spacing
+        return state_places(self.plan.prefill_tokens, self.plan.keep_tokens, spacing)
 
     async def run(self, progress: Callable[[Progress], None]) -> PrefillReport:
         """Prefill the prompt. Raises DeltafrontError, or WorkerError if the reservation is lost."""

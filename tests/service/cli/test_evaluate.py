@@ -20,6 +20,7 @@ from deltafront.workers.model.calibrated.profile import Measured, Profile, Profi
 from deltafront.workers.settings import ModelSpec
 
 from ...workers.profiles import make_profile, write_profile
+from ...workers.tiny_hybrid import make_tiny_hybrid
 from ...workers.tiny_model import make_tiny_model
 from ..inprocess import VOCABULARY, write_tokenizer
 
@@ -222,3 +223,9 @@ def test_evaluate_says_what_is_wrong_with_its_arguments(
 ) -> None:
     done = run(model, *arguments)
     assert done.exit_code == 1 and says in " ".join(done.output.split())
+
+
+def test_evaluate_refuses_a_model_with_linear_attention(tmp_path: Path) -> None:
+    done = run(make_tiny_hybrid(tmp_path / "hybrid"))
+    assert done.exit_code == 1
+    assert "6 of the 8 layers of Qwen3_5ForCausalLM have linear attention" in " ".join(done.output.split())

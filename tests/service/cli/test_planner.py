@@ -15,12 +15,13 @@ import huggingface_hub
 import pytest
 import yaml
 
+from deltafront.benchmarks.engine.model import SHAPES as ENGINE_SHAPES
 from deltafront.benchmarks.models.public import SERVED, Public
 from deltafront.kernels.constants import BLOCK, DECODE_HEAD_DIMS
 from deltafront.service.cli import planner, size
 from deltafront.service.cli.planner import Demand, best
 from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
-from deltafront.service.config import load
+from deltafront.service.config import load, parse
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf
@@ -157,6 +158,24 @@ def test_size_command_writes_a_configuration_that_serves_the_model(
     comments = [line for line in (tmp_path / "host.yaml").read_text().splitlines() if line.startswith("# ")]
     assert [line.removeprefix("# ") for line in comments] == done.stdout.splitlines()
     assert f"decode.cache_tokens {config.decode.cache_tokens:,}" in done.stdout
+
+
+@pytest.mark.parametrize(("gpus", "tokens"), [("1x141", 131_072), ("2x141", 131_072), ("4x141", 262_144)])
+def test_plan_for_a_hybrid_counts_its_states(gpus: str, tokens: int) -> None:
+    count, _, gib = gpus.partition("x")
+    shape = replace(ENGINE_SHAPES["next-16"], positions=tokens)
+    demand = Demand(model=shape, gpus=int(count), gpu_gib=float(gib), tokens=tokens)
+    found = best(demand)
+    assert found is not None and found.use.ranks == 1 and found.use.quantisation is None
+    settings = parse(planner.configuration(demand, found, "somewhere"))
+    settings.check_against(shape, None)
+    assert settings.prefill.warmed_up == [("dense", {})]
+    state = 12 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+    slots = settings.decode.state_slots + 1
+    kv = found.decode_tokens * 4 * 2 * 2 * 256 * 2
+    weights = rank_bytes(shape, 1, 0, "bfloat16")
+    assert found.rank_bytes == weights + kv
+    assert weights - slots * state == size.weight_bytes(shape, range(16), "bfloat16", None)
 
 
 def test_size_command_suggests_int8_kv_if_16_bit_kv_does_not_fit(tmp_path: Path) -> None:

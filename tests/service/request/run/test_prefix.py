@@ -14,7 +14,9 @@ from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.methods import lasting_tokens, method_spec
 from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run.prefix import (
+    PrefixHit,
     Rates,
+    _shared,
     hold_most,
     rest_is_long,
     resume_at,
@@ -147,6 +149,33 @@ def test_faster_of_decode_worker_and_group_prefills_uncached_tokens(
     worker_s, group_s = rest / append, queued / read + rest / read + prefix / fetch
     if worker_s != pytest.approx(group_s):
         assert rest_is_long(prefix, prefix, prefix + rest, rates) == (group_s < worker_s)
+
+
+def test_group_continues_a_prefix_with_a_state_only_where_one_is() -> None:
+    corrected = method_spec("dpxa+delta", {"gamma": 96, "min_tokens": 0})
+    rates = Rates(extend=1000.0, prefill=PrefillCost(token_s=1 / 4000))
+    for method, at, begins in (
+        (method_spec("dense"), 8192, 8192),
+        (method_spec("dense"), 0, 0),
+        (corrected, 8192, 0),
+        (corrected, 3840, 3840),
+    ):
+        prefix = Prefix(tokens=8208, has_state=True, group_tokens=at)
+        found = _shared(PrefixHit(worker=None, prefix=prefix), method, 20_000, rates)  # type: ignore[arg-type]
+        assert (0 if found is None else found.prefix.tokens) == begins, (method.name, at)
+        assert found is None or found.group_prefills
+
+
+def test_worker_alone_continues_a_prefix_without_a_block_to_begin_at() -> None:
+    hit = PrefixHit(worker=None, prefix=Prefix(tokens=8192, has_state=True))  # type: ignore[arg-type]
+    pages = PrefixHit(worker=None, prefix=Prefix(tokens=8192))  # type: ignore[arg-type]
+    rates = Rates(extend=1000.0, prefill=PrefillCost(token_s=1 / 4000))
+    dense, tokens = method_spec("dense"), 8192 + 3000
+    group = _shared(pages, dense, tokens, rates)
+    assert group is not None and group.group_prefills and group.prefix.tokens == 8192
+    assert _shared(hit, dense, tokens, rates) is None, "2.8 s are less than 3"
+    worker = _shared(hit, dense, 8192 + 2000, rates)
+    assert worker is not None and not worker.group_prefills and worker.prefix.tokens == 8192
 
 
 def decode(name: str, free: int, total: int = 100) -> DecodeStats:
