@@ -31,6 +31,9 @@ _LEAST_TOKENS = 256
 """The smallest KV cache in tokens, which `decode.warm_up` needs."""
 _CHUNK_TOKENS = 8_192
 _APPEND_CHUNK_TOKENS = 512
+_DENSE_TOKENS = 20_480
+"""Prompts of at most this many tokens are prefilled densely: with recomputed blocks `dpxa` would be slower
+(docs/decisions/0053)."""
 _THREADS = 4
 _CPUS = 1
 _TILE_TOKENS = 128
@@ -225,6 +228,7 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
         "cpus_per_stage": _CPUS,
         "gpus_per_stage": 0.5 if use.mapped else 1,
         "warm_up": _warm_up(demand.model),
+        "method_options": {"dpxa": {"min_tokens": _DENSE_TOKENS}},
     }
     decode = {
         "tensor_parallel": use.ranks,
