@@ -98,7 +98,7 @@ class Setup:
                 "page_budget": 256,
                 "recompute_blocks": 0,  # a request that recomputes blocks gives their number
                 "kv_dtype": self.kv_dtype,
-                "delta_layers": delta_layers(self.shape.layers, self.shape.windows),
+                "delta_layers": delta_layers(self.shape.layers, self.shape.exact_layers),
                 "device": "cuda" if decodes_on_gpu else "cpu",
                 "threads": threads,
                 "cpus": cpus,
@@ -137,9 +137,10 @@ class Setup:
         return most / GIB + reserve_gib * (1 + shared)
 
 
-def delta_layers(layers: int, windows: Collection[int] = ()) -> list[int]:
-    """Choose up to four Δ-layers, evenly spaced after the first two layers, without windows."""
-    free = [layer for layer in range(2, layers) if layer not in windows]
+def delta_layers(layers: int, exact: Collection[int] = ()) -> list[int]:
+    """Choose up to four Δ-layers, evenly spaced after the first two layers, without windows or linear
+    attention (`exact`)."""
+    free = [layer for layer in range(2, layers) if layer not in exact]
     return sorted({free[(2 * part + 1) * len(free) // 8] for part in range(4)})
 
 

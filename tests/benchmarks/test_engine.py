@@ -69,7 +69,27 @@ WINDOWS = replace(
 )
 
 
-@pytest.mark.parametrize("shape", [SHAPE, MIXTURE, MIXED, WINDOWS], ids=lambda shape: shape.architecture)
+NEXT = SHAPES["next-16"]
+assert NEXT.linear is not None and NEXT.mixture is not None
+HYBRID = replace(
+    NEXT,
+    layers=4,
+    hidden=128,
+    intermediate=64,
+    q_heads=2,
+    kv_heads=1,
+    head_dim=64,
+    rotary_dim=16,
+    vocab=512,
+    positions=2048,
+    mixture=replace(NEXT.mixture, experts=8, per_token=2, shared_width=32),
+    linear=replace(NEXT.linear, layers=(0, 1, 2), key_heads=2, value_heads=4, key_dim=16, value_dim=32),
+)
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPE, MIXTURE, MIXED, WINDOWS, HYBRID], ids=lambda shape: shape.architecture
+)
 def test_workers_load_the_written_model_directory(tmp_path: Path, shape: ModelConfig) -> None:
     write_model(tmp_path, shape, torch.device("cpu"))
     config = read_config(tmp_path)
@@ -79,7 +99,7 @@ def test_workers_load_the_written_model_directory(tmp_path: Path, shape: ModelCo
     logits_TV = stack.logits(stack.embed(torch.arange(5)))
     assert logits_TV.isfinite().all() and logits_TV.std() > 0
     shards = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
-    assert len(shards) == 4
+    assert len(shards) == 1 + shape.layers
     write_model(tmp_path, replace(shape, positions=4096), torch.device("cpu"))
     assert read_config(tmp_path).positions == 4096
     assert shards == {path: path.stat().st_mtime_ns for path in shards}, "made again"
@@ -126,6 +146,8 @@ def test_written_configuration_is_accepted_by_the_service(tmp_path: Path) -> Non
     assert config.prefill.method("fa2").module == peers.__name__
     assert config.prefill.method("dpxa").values["share"] > 0, "warm-up would meet another rule"
     config.check_against(SHAPES["8b"], None)
+    hybrid = replace(setup, shape=NEXT, stages=1, decode_gpu="mapped")
+    parse(hybrid.content()).check_against(NEXT, None)
 
     own = replace(setup, decode_gpu="own", more={"decode.page_budget": 64, "model.dtype": "float16"})
     config = parse(own.content())
