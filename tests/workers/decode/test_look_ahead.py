@@ -29,11 +29,13 @@ class Watch:
     def __init__(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, int, int]] = []
         self.lengths: list[list[int]] = []
+        self._made: list[LaunchedStep] = []
         self.before_landing: Callable[[int], None] = lambda step: None
         launch, chosen, steps = run.engine._runner.launch, LaunchedStep.chosen, dict[int, tuple[int, int]]()
 
         def launched(rows: list[Row], masks: Any = ()) -> LaunchedStep:
             made: LaunchedStep = launch(rows, masks)
+            self._made.append(made)  # so that no other step gets its id
             steps[id(made)] = len(self.lengths), len(rows)
             self.log.append(("launch", *steps[id(made)]))
             self.lengths.append([row.length for row in rows])
