@@ -43,15 +43,16 @@ def test_image_has_the_tools_that_kuberay_and_triton_need() -> None:
     assert {"bash", "grep", "wget", "gcc", "libc6-dev", "openssl"} <= set(install.split())
 
 
-def test_image_installs_the_server_and_tracing_extras() -> None:
+def test_image_installs_what_servers_hybrids_and_tracing_need() -> None:
     """Runs the Dockerfile's own line of Python on this pyproject.toml."""
     (code,) = re.findall(r'python -c "(.+?)" > requirements', DOCKERFILE.read_text(), re.DOTALL)
     command = [sys.executable, "-c", code.replace("\\\n", "").strip()]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    server, tracing = (project["optional-dependencies"][extra] for extra in ("server", "otel"))
+    extras = "server", "linear-attention", "otel"
+    server, linear, tracing = (project["optional-dependencies"][extra] for extra in extras)
     assert any(one.startswith("opentelemetry-exporter-otlp-proto-http") for one in tracing)
-    assert done.stdout.splitlines() == [*project["dependencies"], *server, *tracing]
+    assert done.stdout.splitlines() == [*project["dependencies"], *server, *linear, *tracing]
 
 
 def test_compiled_kernels_are_cached_on_a_volume() -> None:
