@@ -1,6 +1,6 @@
-"""What a gated delta network computes between its input projections and its output projection.
+"""The part of a gated delta network between its input projections and its output projection.
 
-These are a causal convolution with SiLU, the gated delta rule, and a norm that z gates (Gated DeltaNet, Yang
+It is a causal convolution with SiLU, the gated delta rule, and a norm gated by z (Gated DeltaNet, Yang
 et al. 2025, arXiv 2412.06464, section 3.4).
 
 Shape suffixes are those of `states`, and: T rows, P = E + H D columns of a row's q, k, v and z, J = 2 H

@@ -110,7 +110,7 @@ class DecodeRunner:
     Args:
         max_batch: Maximum number of requests in a decode step.
         max_pages: Maximum number of pages of a request.
-        state_slots: Number of slots for states, if the model has gated-delta layers.
+        state_slots: Number of slots for states, if the model has linear-attention layers.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class DecodeRunner:
             ranks=stack.collectives.ranks,
         )
         self.states: StateCache | None = None
-        """The states of the model's gated-delta layers; None if it has none."""
+        """The states of the model's linear-attention layers; None if it has none."""
         if (linear := model.linear) is not None:
             shapes = linear.conv_shape, linear.recurrent_shape
             self.states = StateCache(linear.layers, *shapes, state_slots + 1, stack.dtype, stack.device)
@@ -211,7 +211,7 @@ class DecodeRunner:
             copy: A page to copy first.
             part: The layers to compute; None: all. The runner keeps hidden states between the parts of a
                 `Read`. The last part returns the result.
-            states: The state slots, if the model has gated-delta layers.
+            states: The state slots, if the model has linear-attention layers.
         """
         cache, start, windows = self.cache, step.start, self.stack.config.windows
         layers = self.stack.layers if part is None else part.layers
@@ -264,8 +264,7 @@ class DecodeRunner:
         if self.states is None or states is None:
             return
         for source, *others in states.cuts.values():
-            for target in others:
-                self.states.copy(source, target)
+            self.states.take(others, self.states, source)
 
     def _logprobs(self, hidden_TC: torch.Tensor, step: Read) -> tuple[Token, ...]:
         """Compute the log-probabilities of `step.targets`, a few rows of logits at a time."""
@@ -397,7 +396,7 @@ class DecodeRunner:
         if self.states is not None:
             for row in rows:
                 if row.boundary and (row.length + 1) % PAGE_TOKENS == 0:
-                    self.states.copy(row.state, row.boundary)
+                    self.states.take([row.boundary], self.states, row.state)
         self._unchosen = rows, batch, logits_RV
 
     @torch.inference_mode()
@@ -425,7 +424,7 @@ class DecodeRunner:
             return step.attend(layer, q_RHD, *kv, sink_H=self.stack.sinks(layer))
 
         def row_states(layer: int) -> RowStates:
-            assert self.states is not None, "only models with gated-delta layers ask"
+            assert self.states is not None, "only models with linear-attention layers ask"
             return StepStates(self.states.layer(layer), batch.states_R)
 
         calls = AttentionCalls(kv_rows, attend, row_states)

@@ -1,4 +1,4 @@
-"""The states of a process's gated-delta layers, in slots.
+"""The states of a process's linear-attention layers, in slots.
 
 Shape suffixes as in `kernels.gated_delta.states`, and L layers.
 """
@@ -19,7 +19,7 @@ class StateCache:
     """States in slots. Slots are zeroed at first.
 
     Args:
-        layers: Indices of the gated-delta layers in the model.
+        layers: Indices of the linear-attention layers in the model.
         conv_shape, recurrent_shape: Shapes of a layer's state (`LinearConfig`).
         dtype: The model's dtype.
     """

@@ -155,7 +155,7 @@ class HostKV:
 
 @dataclass(frozen=True, kw_only=True)
 class HandedState:
-    """The state of one stage's gated-delta layers after a prompt's first `tokens` tokens, as host arrays
+    """The state of one stage's linear-attention layers after a prompt's first `tokens` tokens, as host arrays
     (`StateCache.write`). None: the stage has written it into the request's slots (transport `mapped`)."""
 
     request_id: str

@@ -132,8 +132,8 @@ class LinearConfig:
 
 
 def read_linear(raw: Mapping[str, Any], family: Family, layers: int) -> LinearConfig | None:
-    """Read the gated-delta layers; None if the family has none. Raises ModelError for values that do not go
-    together."""
+    """Read the linear-attention layers; None if the family has none. Raises ModelError for values that do not
+    go together."""
     if _VALUE_HEADS not in family.implied:
         return None
     kinds = _linear_kinds(raw, layers)

@@ -107,8 +107,8 @@ class OpenPrompt:
             layer skips queries.
         first_page: The first of pages_N if the pages are contiguous, else None.
         fetch_s: As in `ChunkWork`.
-        live: The state of the gated-delta layers after the last launched chunk, in slot 0; None: the stage
-            has no such layer.
+        live: The state of the linear-attention layers after the last launched chunk, in slot 0; None: the
+            stage has no such layer.
     """
 
     request: OpenRequest
@@ -165,7 +165,7 @@ class ChunkAttention:
         """Return where the layer's state is: slot 0, and a slot for each of the chunk's state places. Raises
         RequestFailed if the request ended."""
         self._check_wanted()
-        assert self._prompt.live is not None, "the stage has states for its gated-delta layers"
+        assert self._prompt.live is not None, "the stage has states for its linear-attention layers"
         cuts = [(place - self._start, slot) for slot, place in enumerate(self._places, start=1)]
         whole = (self._end - self._start, 0)
         return SequenceStates(self._prompt.live.layer(layer), 0, (*cuts, whole))

@@ -147,7 +147,7 @@ class PrefillStage:
             raise RequestFailed(str(error)) from error
 
     def _first_state(self, request: OpenRequest) -> StateCache | None:
-        """Return the state of this stage's gated-delta layers with which a prompt begins: zeros, or the
+        """Return the state of this stage's linear-attention layers with which a prompt begins: zeros, or the
         decode worker's if it resumes. None: the stage has no such layer."""
         linear, stack = self.stack.config.linear, self.stack
         layers = () if linear is None else tuple(n for n in linear.layers if n in stack.layers)

@@ -85,7 +85,7 @@ def warm_up_kv(stack: LayerStack) -> None:
 
 
 def first_of_kinds(stack: LayerStack) -> list[int]:
-    """Return the first layer of each kind: with a sliding window, gated-delta, and other layers."""
+    """Return the first layer of each kind: with a sliding window, linear attention, and other layers."""
     windows, linear = stack.config.window_layers, stack.config.linear_layers
     kinds = {(layer in windows, layer in linear): layer for layer in reversed(stack.layers)}
     return sorted(kinds.values())

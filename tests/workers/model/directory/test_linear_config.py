@@ -158,7 +158,7 @@ def test_linear_attention_has_matrices_but_no_pairs(tmp_path: Path) -> None:
 def test_stages_count_a_last_layer_with_linear_attention_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
-    """Of a last layer with attention, most rows need only K and V."""
+    """Most rows of a last layer need only its K and V. Linear attention has none."""
     config, counted = read(tmp_path, layer_types=[FULL] * 7 + [last]), list[int]()
     monkeypatch.setattr(model_config, "balanced", lambda costs, _stages: counted.extend(costs))
     config.split(2)
