@@ -38,10 +38,6 @@ class StateCache:
         self.conv_SLWE = torch.zeros((*shape, *conv_shape), dtype=dtype, device=device)
         self.recurrent_SLHKD = torch.zeros((*shape, *recurrent_shape), dtype=torch.float32, device=device)
 
-    @property
-    def slots(self) -> int:
-        return len(self.conv_SLWE)
-
     def layer(self, layer: int) -> LayerStates:
         """Return a layer's states. Raises ValueError if it is not one of `layers`."""
         index = self.layers.index(layer)
@@ -51,14 +47,8 @@ class StateCache:
         """Return a cache of `slots` slots. Slot 0 is a copy of this one's."""
         shapes = tuple(self.conv_SLWE.shape[2:]), tuple(self.recurrent_SLHKD.shape[2:])
         other = StateCache(self.layers, *shapes, slots, self.conv_SLWE.dtype, self.conv_SLWE.device)
-        other.conv_SLWE[0].copy_(self.conv_SLWE[0])
-        other.recurrent_SLHKD[0].copy_(self.recurrent_SLHKD[0])
+        other.take([0], self, 0)
         return other
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy a state, in every layer. On a GPU the copy is only launched."""
-        for states_SL in (self.conv_SLWE, self.recurrent_SLHKD):
-            states_SL[target].copy_(states_SL[source])
 
     def clear(self, slot: int) -> None:
         """Set a state to that before the first token."""
@@ -66,8 +56,8 @@ class StateCache:
         self.recurrent_SLHKD[slot].zero_()
 
     def take(self, slots: Sequence[int], other: "StateCache", slot: int) -> None:
-        """Copy another cache's state into each of `slots`. On a GPU the copies are only launched. Raises
-        ValueError if it has other layers."""
+        """Copy a state of this or another cache into each of `slots`. On a GPU the copies are only launched.
+        Raises ValueError if the other cache has other layers."""
         if other.layers != self.layers:
             raise ValueError(f"a state of layers {other.layers} does not fit layers {self.layers}")
         for target in slots:
