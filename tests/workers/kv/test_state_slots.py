@@ -94,10 +94,10 @@ def test_request_caches_its_boundary_and_goes_on_in_another_slot() -> None:
     states = RequestStates(slots, None, 0)
     assert states.cuts(0, 40) == {32: (states.boundary,), 40: (states.live,)}
     before = states.boundary
-    states.cache({16: b"one", 32: b"two"}, ends=False)
+    states.cache({16: b"one", 32: b"two"}.get, ends=False)
     assert slots.find(b"two") == before != states.boundary
     assert [states.step(tokens) for tokens in (41, 47, 48)] == [False, False, True]
-    states.cache({48: b"three"}, ends=True)
+    states.cache({48: b"three"}.get, ends=True)
     assert (b"two" in slots, b"three" in slots) == (True, True), "three slots suffice"
     states.free()
     assert slots.free == 3
@@ -109,7 +109,7 @@ def test_request_does_not_cache_a_boundary_after_its_tokens() -> None:
     states = RequestStates(slots, None, 0)
     states.cuts(0, 31)
     assert states.step(32)
-    states.cache({16: b"one"}, ends=True)
+    states.cache({16: b"one"}.get, ends=True)
     assert b"one" not in slots
     states.free()
     assert slots.free == 2
@@ -152,10 +152,10 @@ def test_prompt_state_that_finds_no_slot_is_left_out() -> None:
     (spaced,) = states.arriving(64, 200)
     assert states.arriving(64, 200) == (spaced,), "another stage sends its layers"
     assert states.arriving(128, 200) == ()
-    states.cache({64: b"a"}, ends=False)
+    states.cache({64: b"a"}.get, ends=False)
     assert b"a" not in slots, "not all stages have sent it"
     states.arrived(64)
-    states.cache({64: b"a"}, ends=False)
+    states.cache({64: b"a"}.get, ends=False)
     assert slots.find(b"a") == spaced
     states.free()
     assert slots.free == 3

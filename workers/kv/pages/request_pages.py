@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 
 from deltafront.workers.kv.pages.host_tier import HostTier, PagesBack
 from deltafront.workers.kv.pages.leases import Lease, Leases
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
-from deltafront.workers.kv.pages.state_slots import OutOfSlots, RequestStates, StateSlots, slots_needed
+from deltafront.workers.kv.pages.state_slots import OutOfSlots, RequestStates, StateSlots
 from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey
 from deltafront.workers.messages.requests import (
     DecodeFailed,
@@ -186,9 +185,14 @@ class RequestPages:
             cache.retain(pages, self._key.retain_s)
         self._offered = len(pages)
         if self.states is not None:
-            names = (root + chain[at : at + LINK_BYTES] for at in range(0, len(chain), LINK_BYTES))
-            by_tokens = {n * PAGE_TOKENS: name for n, name in enumerate(islice(names, len(pages)), start=1)}
-            self.states.cache(by_tokens, ends=ends)
+
+            def name(tokens: int) -> bytes | None:
+                block, rest = divmod(tokens, PAGE_TOKENS)
+                if rest or not 0 < block <= min(len(pages), len(chain) // LINK_BYTES):
+                    return None
+                return root + chain[(block - 1) * LINK_BYTES : block * LINK_BYTES]
+
+            self.states.cache(name, ends=ends)
 
     def end(self, *, failed: bool = False) -> None:
         """End the request. If it failed, remove its pages from the prefix cache."""
@@ -393,11 +397,6 @@ class PageManager:
         if kept and kept < held.tokens:
             message = f"the cached prefix of {held.tokens} tokens has no state after {kept} tokens"
             return Refused(reason=RefusalReason.NO_PREFIX, message=message)
-        if slots_needed(kept) > self.states.total:
-            message = (
-                f"{slots_needed(kept)} state slots are needed, decode.state_slots is {self.states.total}"
-            )
-            return Refused(reason=RefusalReason.TOO_LARGE, message=message)
         try:
             return RequestStates(self.states, held.state, held.tokens, kept)
         except OutOfSlots as error:

@@ -9,7 +9,7 @@ uses this module.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.workers.messages.prompts import boundary_before
@@ -129,7 +129,7 @@ class RequestStates:
         for slot in holds:
             slots.incref(slot)  # first, since `take` may evict it
         try:
-            taken = slots.take(slots_needed(0 if ends_there else kept_tokens))
+            taken = slots.take(2 + (kept_tokens > 0 and not ends_there))
         except OutOfSlots:
             slots.release(holds)
             raise
@@ -214,17 +214,18 @@ class RequestStates:
         self.boundary_tokens = length
         return True
 
-    def cache(self, names: Mapping[int, bytes], *, ends: bool) -> None:
+    def cache(self, name: Callable[[int], bytes | None], *, ends: bool) -> None:
         """Cache the states at page boundaries.
 
         Args:
-            names: The name of the cached block that ends after this many tokens, by number of tokens.
+            name: Returns the name of the cached block that ends after this many tokens; None: no such block.
             ends: True if the request ends here, and needs no slot for another boundary.
         """
-        for tokens in sorted(self._spaced.keys() & self._arrived & names.keys()):
-            self._cache(names[tokens], self._spaced.pop(tokens))
-        if self.boundary_tokens in names:
-            self._cache(names[self.boundary_tokens], self.boundary)
+        for tokens in sorted(self._spaced.keys() & self._arrived):
+            if (block := name(tokens)) is not None:
+                self._cache(block, self._spaced.pop(tokens))
+        if (block := name(self.boundary_tokens)) is not None:
+            self._cache(block, self.boundary)
             self.boundary_tokens = 0
             # A slot is free, since this one just became free.
             self.boundary = SCRATCH if ends else self._slots.take(1)[0]
@@ -245,8 +246,3 @@ class RequestStates:
     def free(self) -> None:
         """Release every slot, once. Nothing may use the states afterwards."""
         self._slots.release(list(self.held()))
-
-
-def slots_needed(kept_tokens: int) -> int:
-    """Return the number of slots of a request: its own state, the last boundary's, and a session's."""
-    return 2 + (kept_tokens > 0)
