@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 import yaml
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
@@ -20,6 +18,7 @@ from deltafront.workers.model.directory.store import located
 from deltafront.workers.settings import ModelSpec
 
 from ..workers.tiny_hybrid import make_tiny_hybrid
+from ..workers.tiny_model import greedy
 from .wire import Answer, Wire, packed
 
 TOKENS, NEW, SPACING = 500, 20, 128
@@ -60,17 +59,7 @@ def service(hybrid: Path, request: pytest.FixtureRequest, tmp_path_factory: Any)
 
 @pytest.fixture(scope="module")
 def expected(hybrid: Path) -> Callable[[list[int]], list[int]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32).eval()
-    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
-
-    def continuation(ids: list[int]) -> list[int]:
-        given = torch.tensor([ids])
-        out = model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False
-        )
-        return out[0, len(ids) :].tolist()
-
-    return continuation
+    return greedy(hybrid, NEW)
 
 
 def drawn(count: int, seed: int) -> list[int]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.tests.workers.conftest import Answer, Bench
@@ -20,7 +19,7 @@ from deltafront.tests.workers.in_process import InProcessReader, local_controlle
 from deltafront.tests.workers.keys import DENSE, key_of
 from deltafront.tests.workers.prompts import packed
 from deltafront.tests.workers.tiny_hybrid import LAYERS, LINEAR_LAYERS, make_tiny_hybrid
-from deltafront.tests.workers.tiny_model import VOCAB, whole_stack
+from deltafront.tests.workers.tiny_model import VOCAB, greedy, whole_stack
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.messages.events import PrefillDone, PrefillReport, Prefix, SessionKept
 from deltafront.workers.messages.prompts import boundary_before, state_places
@@ -53,23 +52,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(hybrid: Path) -> Expected:
-    """Return transformers' greedy continuation."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32).eval()
-    model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no end-of-sequence token
-    known: dict[tuple[int, ...], list[int]] = {}
-
-    def continuation(ids: Sequence[int]) -> list[int]:
-        if tuple(ids) not in known:
-            given = torch.tensor([list(ids)])
-            out = model.generate(
-                given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False
-            )
-            known[tuple(ids)] = out[0, len(ids) :].tolist()
-        return known[tuple(ids)]
-
-    return continuation
+    return greedy(hybrid, NEW)
 
 
 class ToEngine:

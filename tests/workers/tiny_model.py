@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +83,24 @@ def write_weights(directory: Path) -> None:
 
 def random_ids(tokens: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).integers(0, VOCAB, tokens, dtype=np.uint32).tobytes()
+
+
+def greedy(directory: Path, new_tokens: int) -> Callable[[Sequence[int]], list[int]]:
+    """Return a function: transformers' `new_tokens` greedy ids after the given ones, end-of-sequence tokens
+    ignored. It remembers its answers."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no end-of-sequence token
+
+    @cache
+    def continuation(ids: tuple[int, ...]) -> list[int]:
+        given = torch.tensor([ids])
+        mask = torch.ones_like(given)
+        out = model.generate(given, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+        return out[0, len(ids) :].tolist()
+
+    return lambda ids: list(continuation(tuple(ids)))
 
 
 def whole_stack(directory: Path) -> LayerStack:

@@ -16,6 +16,7 @@ from deltafront.workers.messages.requests import GenerateJob, KeepSession, Sampl
 from deltafront.workers.messages.stages import FirstLogits
 
 from ..prompts import Clock
+from ..tiny_model import greedy
 
 NEW = 40
 """More than two pages of 16 tokens, so that a prompt of 33 tokens exceeds a budget of four pages."""
@@ -29,20 +30,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_llama: Path) -> Callable[[list[int]], list[int]]:
-    """Return transformers' greedy continuation."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-
-    def continuation(ids: list[int]) -> list[int]:
-        given = torch.tensor([ids])
-        out = model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False
-        )
-        return out[0, len(ids) :].tolist()
-
-    return continuation
+    return greedy(tiny_llama, NEW)
 
 
 async def test_greedy_tokens_equal_transformers_with_and_without_batching(
