@@ -36,7 +36,7 @@ from deltafront.workers.settings import (
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WARM_UP_TOKENS = 256
-_LEAST_SLOTS = 4
+LEAST_SLOTS = 4
 """State slots of a request that continues a session and makes one."""
 
 
@@ -94,8 +94,9 @@ class ServiceConfig(BaseModel):
         return 0 if self.door.default_method == "dense" else RECOMPUTED
 
     def recompute_blocks_of(self, model: ModelConfig) -> int:
-        """Return how many blocks are recomputed by default. A model with linear attention recomputes none."""
-        return self.recompute_blocks if model.linear is None else 0
+        """Return how many blocks are recomputed by default. A model whose layers have states recomputes
+        none."""
+        return 0 if model.state_layers else self.recompute_blocks
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
@@ -235,10 +236,9 @@ class ServiceConfig(BaseModel):
         except ModelError as error:
             problems.append(f"prefill.stages: {error}")
         else:
-            if model.linear is not None:
-                problems += self._linear_problems(
-                    all(map(model.attention_layers, (s.layers for s in shares)))
-                )
+            if model.state_layers:
+                has_pages = all(map(model.page_layers, (share.layers for share in shares)))
+                problems += self._state_problems(model, has_pages)
         try:
             widths = model.matrix_widths(self.decode.tensor_parallel)
             if self.model.quantisation is not None and any(width % 16 for width in widths):
@@ -253,23 +253,23 @@ class ServiceConfig(BaseModel):
         if problems:
             raise ConfigError("; ".join(problems))
 
-    def _linear_problems(self, all_attend: bool) -> Iterator[str]:
-        """Yield a message for each key that a model with linear attention does not go with yet. all_attend:
-        every stage has a layer with attention."""
-        decode = self.decode
+    def _state_problems(self, model: ModelConfig, has_pages: bool) -> Iterator[str]:
+        """Yield a message for each key that a model whose layers have states does not go with yet. has_pages:
+        every stage has a layer with pages."""
+        decode, states = self.decode, "rolling buffers" if model.rolling_buffer else "linear attention"
         if decode.recompute_blocks:
-            why = "a model with linear attention recomputes no blocks, since its states have none"
+            why = f"a model with {states} recomputes no blocks, since its states have none"
             yield f"decode.recompute_blocks = {decode.recompute_blocks}: must be 0: {why}"
         if decode.host_cache_gib:
-            yield "decode.host_cache_gib: must be 0, because states of linear attention stay on the GPU"
+            yield f"decode.host_cache_gib: must be 0, because states of {states} stay on the GPU"
         if self.door.shadow:
-            yield "door.shadow: must be 0 with linear attention"
-        if self.model.quantisation is not None:
+            yield f"door.shadow: must be 0 with {states}"
+        if self.model.quantisation is not None and model.linear is not None:
             yield f"model.quantisation = {self.model.quantisation}: not with linear attention yet"
-        if decode.state_slots < _LEAST_SLOTS:
-            yield f"decode.state_slots = {decode.state_slots}: must be at least {_LEAST_SLOTS}"
-        if not all_attend and self.prefill.device == "cuda":
-            yield f"prefill.stages = {self.prefill.stages}: a stage would have linear attention alone"
+        if decode.state_slots < LEAST_SLOTS:
+            yield f"decode.state_slots = {decode.state_slots}: must be at least {LEAST_SLOTS}"
+        if not has_pages and self.prefill.device == "cuda":
+            yield f"prefill.stages = {self.prefill.stages}: a stage would have {states} alone"
 
     def with_model(self, **changes: Any) -> ServiceConfig:
         return self.model_copy(update={"model": dataclasses.replace(self.model, **changes)})

@@ -134,8 +134,8 @@ class DoorConfig:
     they were made by dense attention or by the same method and options. Without tokens_file all callers are
     one owner."""
     state_spacing: Annotated[int, Field(ge=PAGE_TOKENS, multiple_of=PAGE_TOKENS)] = 8192
-    """With linear attention: the tokens between the states of a prompt that are cached, besides the state at
-    its last page boundary. A later prompt can only continue from a state."""
+    """With linear attention or rolling buffers: tokens between cached states of a prompt, besides the one at
+    its last page boundary. Later prompts can only continue from a state."""
     prefix_scope: Literal["owner", "all"] = "owner"
     """`all`: callers share the prefix cache. Then a caller who guesses the beginning of another's prompt can
     see from the time and from `cached_tokens` that it was sent."""

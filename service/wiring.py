@@ -151,7 +151,7 @@ def _limits(
         delta_layers=bool(decode.delta_layers),
         default_recompute_blocks=settings.recompute_blocks_of(model),
         default_sampling=_default_sampling(settings, directory, model.positions),
-        recomputes=model.linear is None,
+        recomputes=not model.state_layers,
     )
 
 

@@ -41,8 +41,9 @@ ROOMS = {
     "workers.model.layer_shares": "",
     "workers.model.adapter": "workers.model.directory",
     "workers.model.grammars": "workers.model.directory",
-    "workers.model.directory": """workers.settings workers.model.families workers.model.family_registry
-        workers.model.layer_shares workers.model.weights.gguf_convert workers.model.weights.tekken""",
+    "workers.model.directory": """kernels.constants workers.settings workers.model.families
+        workers.model.family_registry workers.model.layer_shares workers.model.weights.gguf_convert
+        workers.model.weights.tekken""",
     "workers.model.weights": """workers.settings workers.progress workers.model.family_registry
         workers.model.layer_shares workers.model.adapter workers.model.directory kernels""",
     "workers.model.decoder": """workers.settings workers.progress workers.model.directory
@@ -53,8 +54,8 @@ ROOMS = {
         workers.decode.decode_attention
         workers.messages workers.kv.cache workers.kv.pages.pool workers.prefill.stage workers.model.decoder
         workers.model.calibrated kernels""",
-    "workers.kv": """workers.messages workers.settings workers.roles kernels.layers.kv_int8
-        kernels.layers.rope kernels.gated_delta.states""",
+    "workers.kv": """workers.messages workers.settings workers.roles workers.model.directory.model_config
+        kernels.layers.kv_int8 kernels.layers.rope kernels.gated_delta.states""",
     "workers.kv.pages": "workers.messages workers.turns kernels.constants",
     "workers.prefill": "",
     "workers.prefill.stage": """workers.messages workers.settings workers.progress workers.rendezvous
@@ -98,7 +99,7 @@ ROOMS = {
     "service.cli": """kernels.constants kernels.methods workers.messages workers.settings
         workers.model.directory workers.model.calibrated workers.model.decoder workers.calibration
         workers.evaluation
-        workers.kv.pages.pool service.errors service.config service.listening service.wiring
+        workers.kv.pages.pool service.errors service.settings service.config service.listening service.wiring
         service.request.answers service.request.text.tokenizer service.client service.local""",
 }
 

@@ -74,6 +74,8 @@ class ModelSpec:
             application sets it, so that all nodes serve the same model. None: nothing is compared.
         quantisation: `fp8` runs the layers' GEMMs in 8 bits on GPUs, with a scale for each output channel and
             each token. Output head, attention and KV cache stay in `dtype`.
+        rolling_buffer: Layers with windows keep only their window's KV (Jiang et al. 2023, section 2), not
+            all tokens'.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -88,6 +90,7 @@ class ModelSpec:
     profile: str | None = None
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     quantisation: Quantisation | None = None
+    rolling_buffer: bool = False
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -95,6 +98,7 @@ class ModelSpec:
             "rope_theta": self.rope_theta,
             "rope_scaling": None if self.rope_scaling is None else asdict(self.rope_scaling),
             "max_position_embeddings": self.max_position_embeddings,
+            "rolling_buffer": self.rolling_buffer or None,
         }
         return {key: value for key, value in given.items() if value is not None}
 
@@ -220,12 +224,12 @@ class DecodeConfig(WorkerConfig):
     longer is refused at once."""
     append_chunk_tokens: Count = 256
     state_slots: Count = 160
-    """Slots for the states of linear attention, if the model has any. A request needs two, a session one. In
-    the other slots the prefix cache keeps states, from which later prompts continue."""
+    """Slots for states of linear attention or rolling buffers. A request needs two, a session one. The prefix
+    cache keeps states in the others, from which later prompts continue."""
     recompute_blocks: Blocks | None = None
     """Number of 128-token blocks of a sparsely prefilled prompt that are recomputed with dense attention
     before the first token: those that the question attends to most. Requests may override it. None: 32, or 0
-    if `door.default_method` is `dense` or the model has linear attention."""
+    if `door.default_method` is `dense` or the model's layers have states."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64
     recency: Count = 8

@@ -67,9 +67,13 @@ def causal_tiles(x: AttentionInput, window: int = 0) -> int:
     """Count this chunk's causal tiles over batch and heads; with a window, only the tiles that it
     overlaps."""
     batch, heads = x.q_BHTD.shape[:2]
-    first, blocks = x.first_block, x.query_blocks
+    return batch * heads * tiles_of_blocks(x.first_block, x.query_blocks, window)
+
+
+def tiles_of_blocks(first: int, blocks: int, window: int = 0) -> int:
+    """Count the causal tiles of `blocks` query blocks of one head, from block `first` on."""
     unseen = sum(window_begin(row, window) for row in range(first, first + blocks)) if window else 0
-    return batch * heads * (blocks * (first + 1) + blocks * (blocks - 1) // 2 - unseen)
+    return blocks * (first + 1) + blocks * (blocks - 1) // 2 - unseen
 
 
 def window_begin(row: int, window: int) -> int:

@@ -13,6 +13,7 @@ from deltafront.service.cli.planner import (
     gpus_needed,
     kept_gib,
     longest,
+    rolling,
     uses,
 )
 from deltafront.service.cli.size import host_gib, host_reason
@@ -132,7 +133,7 @@ def _on_gpus(
             f"{len(gpus)} × {gpus[0].name} cannot be used with such --stages and --tensor-parallel"
         )
     demand, plan = _plan(demand, asked=wishes.max_model_len is not None)
-    if model.linear is None:  # states stay on the GPU
+    if not demand.model.state_layers:  # states stay on the GPU
         demand = replace(demand, host_cache_gib=host_gib(machine.free_gib, kept_gib(demand, plan)))
     content = configuration(demand, plan, path)
     content["model"]["max_position_embeddings"] = plan.tokens
@@ -143,7 +144,7 @@ def _plan(demand: Demand, asked: bool) -> tuple[Demand, HostPlan]:
     """Plan for the whole context with a 16-bit KV cache, else with 8 bits, else for the longest context that
     fits. asked: the caller requested this length, so a shorter context is an error."""
     for kv_dtype in (None, "int8"):
-        tried = replace(demand, kv_dtype=_kv_dtype(kv_dtype))
+        tried = rolling(replace(demand, kv_dtype=_kv_dtype(kv_dtype)))
         if (found := best(tried)) is not None:
             return tried, found
     found = longest(tried)

@@ -17,8 +17,12 @@ from deltafront.service.cli.size import (
     rank_bytes,
     rank_counts,
     stage_bytes,
+    state_slots,
+    state_spacing,
+    with_rolling_buffers,
 )
 from deltafront.service.config import RECOMPUTED
+from deltafront.service.settings import DoorConfig
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.messages.requests import recompute_pages
 from deltafront.workers.model.directory.model_config import ModelConfig
@@ -94,6 +98,7 @@ class HostPlan:
         prefill_tokens, decode_tokens: The settings `prefill.cache_tokens` and `decode.cache_tokens`.
         stage_bytes, rank_bytes: Bytes of one stage and one rank on its GPU, with weights and KV cache, but
             without memory that the stage maps from the decode worker.
+        state_slots: decode.state_slots.
     """
 
     use: HostUse
@@ -102,6 +107,7 @@ class HostPlan:
     decode_tokens: int
     stage_bytes: int
     rank_bytes: int
+    state_slots: int
 
 
 def uses(demand: Demand) -> Iterator[HostUse]:
@@ -120,8 +126,20 @@ def uses(demand: Demand) -> Iterator[HostUse]:
 
 
 def _all_attend(model: ModelConfig, stages: int) -> bool:
-    """Return whether each stage has a layer with attention."""
-    return all(model.attention_layers(share.layers) for share in model.split(stages))
+    """Return whether each stage has a layer with pages."""
+    return all(model.page_layers(share.layers) for share in model.split(stages))
+
+
+def rolling(demand: Demand) -> Demand:
+    """Return the demand with rolling buffers, if the model can have them and several ranks are not better."""
+    model = with_rolling_buffers(demand.model)
+    if model is demand.model or demand.host_cache_gib or demand.ranks not in (None, 1):
+        return demand
+    without, wanted = best(demand), replace(demand, model=model)
+    if without is not None:
+        return demand if without.use.ranks > 1 else wanted
+    lengths = [0 if (found := longest(one)) is None else found.tokens for one in (demand, wanted)]
+    return wanted if lengths[1] > lengths[0] else demand
 
 
 def best(demand: Demand) -> HostPlan | None:
@@ -144,22 +162,28 @@ def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
     left = demand.room - weights
     if use.beside:
         left += demand.room - stage - int(demand.gpu_gib * GIB)
+    slots = state_slots(demand.model, demand.dtype, left, demand.concurrency)
+    weights += (states := slots * _state_bytes(demand))
+    left -= states
     pages = max(left, 0) // page
     held = max(prompts, demand.concurrency) * (context + recomputed_tokens(demand))
     if stage > demand.room or pages * PAGE_TOKENS < held:
         return None
     tokens = pages * PAGE_TOKENS
     prefill_tokens = tokens if use.mapped else prompts * context
-    return HostPlan(use, demand.tokens, prefill_tokens, tokens, stage, weights + pages * page)
+    return HostPlan(use, demand.tokens, prefill_tokens, tokens, stage, weights + pages * page, slots)
 
 
 def _stage_bytes(demand: Demand, use: HostUse, cache_tokens: int) -> int:
     if use.mapped:
-        states = demand.model.state_bytes(range(demand.model.layers), DTYPE_BYTES[demand.dtype])
         brought_back = brought_back_bytes(demand.model, cache_tokens, demand.dtype, demand.kv_dtype)
-        return brought_back + STAGE_STATES * states
+        return brought_back + STAGE_STATES * _state_bytes(demand)
     how = demand.dtype, use.quantisation, demand.kv_dtype
     return stage_bytes(demand.model, use.stages, cache_tokens, *how)
+
+
+def _state_bytes(demand: Demand) -> int:
+    return demand.model.state_bytes(range(demand.model.layers), DTYPE_BYTES[demand.dtype])
 
 
 def longest(demand: Demand) -> HostPlan | None:
@@ -194,7 +218,7 @@ def cache_tokens(tokens: int) -> int:
 
 def recomputed_tokens(demand: Demand) -> int:
     """Return the cache tokens needed for the recomputed blocks of a sparse prompt."""
-    blocks = demand.recompute_blocks if demand.model.linear is None else 0
+    blocks = 0 if demand.model.state_layers else demand.recompute_blocks
     return PAGE_TOKENS * recompute_pages(blocks, demand.tokens, appended=False)
 
 
@@ -208,7 +232,8 @@ def _excess(demand: Demand, use: HostUse) -> int:
     context, how = cache_tokens(demand.tokens), (demand.dtype, use.quantisation, demand.kv_dtype)
     stage = _stage_bytes(demand, use, context) - demand.room
     held = demand.concurrency * (context + recomputed_tokens(demand))
-    rank = rank_bytes(demand.model, use.ranks, held, *how) - demand.room
+    slots = state_slots(demand.model, demand.dtype, 0, demand.concurrency)
+    rank = rank_bytes(demand.model, use.ranks, held, *how, slots) - demand.room
     return stage + rank + int(demand.gpu_gib * GIB) if use.beside else max(stage, rank)
 
 
@@ -219,6 +244,7 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
     model: dict[str, Any] = {"path": path, "dtype": demand.dtype}
     model |= {"quantisation": use.quantisation} if use.quantisation else {}
     model |= {"max_position_embeddings": demand.tokens} if stretched else {}
+    model |= {"rolling_buffer": True} if demand.model.rolling_buffer else {}
     prefill = {
         "stages": use.stages,
         "chunk_tokens": chunk,
@@ -236,6 +262,7 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
         "append_chunk_tokens": _APPEND_CHUNK_TOKENS,
         **({"kv_dtype": demand.kv_dtype} if demand.kv_dtype else {}),
         **({"host_cache_gib": demand.host_cache_gib} if demand.host_cache_gib else {}),
+        **({"state_slots": found.state_slots} if demand.model.state_layers else {}),
         "page_selection": "full",
         "device": "cuda",
         "threads": _THREADS,
@@ -244,7 +271,9 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
         "warm_up": True,
     }
     transport = "mapped" if use.mapped else "cuda_ipc"
-    return {"model": model, "prefill": prefill, "decode": decode, "handoff": {"transport": transport}}
+    content = {"model": model, "prefill": prefill, "decode": decode, "handoff": {"transport": transport}}
+    spacing = state_spacing(demand.model, demand.dtype, demand.kv_dtype)
+    return content | ({"door": {"state_spacing": spacing}} if spacing != DoorConfig.state_spacing else {})
 
 
 def _warm_up(model: ModelConfig) -> list[Any]:
@@ -284,6 +313,13 @@ def explained(demand: Demand, found: HostPlan, host_reason: str = "") -> list[st
         f"decode.cache_tokens {found.decode_tokens:,}: all remaining memory, {contexts} such contexts",
         f"fullest GPU: {stage:.1f} GiB (stage) {most} {rank:.1f} (rank), and {kept:g} kept free",
     ]
+    if demand.model.state_layers:
+        size = _state_bytes(demand) / GIB
+        lines.append(
+            f"decode.state_slots {found.state_slots}: states of {size:.2f} GiB, two for each running request"
+        )
+    if demand.model.rolling_buffer:
+        lines.append("model.rolling_buffer true: layers with windows keep the KV of their window alone")
     if demand.host_cache_gib:
         tokens = host_tokens(demand.model, demand.host_cache_gib, demand.dtype, demand.kv_dtype)
         lines.append(

@@ -6,7 +6,10 @@ Weights and KV cache are counted as workers allocate them. Everything else is a 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from deltafront.service.config import LEAST_SLOTS
+from deltafront.service.settings import DoorConfig
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.rope_config import RopeConfig
@@ -19,10 +22,12 @@ RESERVE_GIB = 8.0
 """Memory of each process on a GPU besides weights and KV cache: the CUDA context and NCCL (1 GiB), an MLP's
 activations of 16,384 tokens (3 GiB for 70B), tile selection (2.9 GiB at 524,288 tokens: docs/performance.md),
 CUDA graphs."""
-STATE_SLOTS = DecodeConfig.state_slots
+REQUEST_STATES = 2
+"""States of a request on a decode worker."""
 STAGE_STATES = 8
-"""States of linear attention that a stage holds at once: its open prompts', and those on their way to a
-decode worker."""
+"""States that a stage holds at once: its open prompts', and those on their way to a decode worker."""
+_STATE_SHARE = 0.25
+"""The largest share for states of a decode worker's memory for states and pages."""
 HOST_SHARE = 0.5
 """The largest share of the free host memory for the prefix cache. The rest is for weights that are being
 loaded, Ray's object store (30%) and the processes."""
@@ -62,6 +67,7 @@ class Sizing:
         contexts_per_worker: 0 if its GPUs cannot hold the weights and one context.
         host_cache_gib: Host memory of a decode worker (decode.host_cache_gib); 0: none.
         host_tokens: Tokens whose KV fits into that host memory.
+        rolling_buffer: As in `ModelSpec`.
     """
 
     model: str
@@ -81,6 +87,7 @@ class Sizing:
     decode_bytes: int
     host_cache_gib: float
     host_tokens: int
+    rolling_buffer: bool
 
     @property
     def decode_workers(self) -> int | None:
@@ -151,7 +158,7 @@ def stage_bytes(
     for stage, share in enumerate(model.split(stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
         weights = weight_bytes(model, share.layers, dtype, quantisation, mlps=share.mlps, **ends)
-        kv = tokens * kv_bytes(model, len(model.attention_layers(share.layers)), dtype, kv_dtype)
+        kv = tokens * kv_bytes(model, len(model.page_layers(share.layers)), dtype, kv_dtype)
         states = STAGE_STATES * model.state_bytes(share.layers, DTYPE_BYTES[dtype])
         sizes.append(weights + kv + brought_back + states)
     return max(sizes)
@@ -164,6 +171,7 @@ def rank_bytes(
     dtype: Dtype,
     quantisation: Quantisation | None = None,
     kv_dtype: KVDtype | None = None,
+    state_slots: int = 0,
 ) -> int:
     """Count the bytes of weights, KV cache and states on one tensor-parallel rank of a decode worker: its
     part of layers and output head, and the whole embedding. Raises ModelError if the model does not divide
@@ -172,14 +180,36 @@ def rank_bytes(
     kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.kv_layers, dtype, kv_dtype)
     rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
     layers = weight_bytes(part, range(model.layers), dtype, quantisation, head=False)
-    states = (STATE_SLOTS + 1) * model.state_bytes(range(model.layers), size)
+    states = (state_slots + 1) * model.state_bytes(range(model.layers), size)
     return layers + kv + states + (rows + 1) * model.hidden * size
 
 
 def rank_counts(model: ModelConfig) -> list[int]:
     """List the possible tensor-parallel sizes of a decode worker."""
-    whole = math.gcd(model.kv_heads, *model.mlp_widths) if model.linear is None else 1
+    whole = 1 if model.state_layers else math.gcd(model.kv_heads, *model.mlp_widths)
     return [n for n in range(1, whole + 1) if whole % n == 0]
+
+
+def state_slots(model: ModelConfig, dtype: Dtype, room: int, concurrency: int) -> int:
+    """Choose decode.state_slots: the default, or fewer if they would take more than _STATE_SHARE of `room`
+    bytes, but enough for `concurrency` requests."""
+    size = model.state_bytes(range(model.layers), DTYPE_BYTES[dtype])
+    fit = int(_STATE_SHARE * room) // size if size else 0
+    return max(LEAST_SLOTS, REQUEST_STATES * concurrency, min(DecodeConfig.state_slots, fit))
+
+
+def state_spacing(model: ModelConfig, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
+    """Choose door.state_spacing: the default, or a multiple of it at which the cached states of a prompt take
+    at most _STATE_SHARE of what its pages take."""
+    state = model.state_bytes(range(model.layers), DTYPE_BYTES[dtype])
+    tokens = state / kv_bytes(model, model.kv_layers, dtype, kv_dtype) / _STATE_SHARE
+    return DoorConfig.state_spacing * max(1, math.ceil(tokens / DoorConfig.state_spacing))
+
+
+def with_rolling_buffers(model: ModelConfig) -> ModelConfig:
+    """Return the model with rolling buffers, if it can have them."""
+    has_both = 0 < len(model.window_layers) < model.layers
+    return replace(model, rolling_buffer=True) if has_both else model
 
 
 def sizing(
@@ -197,7 +227,8 @@ def sizing(
     reserve_gib: float = RESERVE_GIB,
     host_cache_gib: float = 0.0,
 ) -> Sizing:
-    """Find the prefill stages and decode workers for contexts of `tokens` tokens.
+    """Find the prefill stages and decode workers for contexts of `tokens` tokens. Windows are counted as
+    rolling buffers, if the model fits on a decode worker of one rank.
 
     Args:
         stages: None: as few as fit.
@@ -210,10 +241,19 @@ def sizing(
     check(tokens, concurrency, gpu_gib, reserve_gib, host_cache_gib)
     if quantisation is not None and DTYPE_BYTES[dtype] != 2:
         raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
+    if ranks in (None, 1) and not host_cache_gib and not model.rolling_buffer:
+        how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "kv_dtype": kv_dtype}
+        how |= {"stages": stages, "ranks": ranks, "reserve_gib": reserve_gib}
+        rolling = with_rolling_buffers(model)
+        if rolling.rolling_buffer:
+            found = sizing(name, rolling, tokens, concurrency, gpu_gib, **how)
+            if found.contexts_per_worker:
+                return found
     room = int((gpu_gib - reserve_gib) * GIB)
     kv_token_bytes = kv_bytes(model, model.kv_layers, dtype, kv_dtype)
     weights = weight_bytes(model, range(model.layers), dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
+    kv += REQUEST_STATES * model.state_bytes(range(model.layers), DTYPE_BYTES[dtype])
     counts = rank_counts(model) if ranks is None else [ranks]
     empty = {n: rank_bytes(model, n, 0, dtype, quantisation) for n in counts}
     held = {n: min(max(room - empty[n], 0) // (kv // n), concurrency) for n in counts}
@@ -242,6 +282,7 @@ def sizing(
         decode_bytes=empty[ranks] + max(contexts, 1) * (kv // ranks),
         host_cache_gib=host_cache_gib,
         host_tokens=host_tokens(model, host_cache_gib, dtype, kv_dtype),
+        rolling_buffer=model.rolling_buffer,
     )
 
 

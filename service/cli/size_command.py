@@ -24,6 +24,7 @@ from deltafront.service.cli.planner import (
     kept_gib,
     longest,
     missing_bytes,
+    rolling,
     uses,
 )
 from deltafront.service.cli.size import (
@@ -160,12 +161,12 @@ def _plan(
     if host_free_gib is not None and not 0 < host_free_gib < math.inf:
         fail(f"--host-gib {host_free_gib:g}: must be finite, and above 0")
     try:
-        demand = _demand(models[0], tokens, gpus, how)
+        demand = rolling(_demand(models[0], tokens, gpus, how))
         found = best(demand)
         if found is None:
             fail("\n".join(_what_fits(demand)))
         reason = ""
-        if host_free_gib is not None and demand.model.linear is None:  # states stay on the GPU
+        if host_free_gib is not None and not demand.model.state_layers:  # states stay on the GPU
             kept = kept_gib(demand, found)
             reason = host_reason(host_free_gib, kept)
             demand = replace(demand, host_cache_gib=host_gib(host_free_gib, kept))

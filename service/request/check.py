@@ -69,7 +69,7 @@ class Limits:
     default_recompute_blocks: int
     default_sampling: Sampling
     recomputes: bool = True
-    """False for a model with linear attention, which recomputes no blocks."""
+    """False for a model whose layers have states, which recomputes no blocks."""
 
     @property
     def max_characters(self) -> int:
@@ -251,7 +251,11 @@ def _recompute_blocks(blocks: int | None, limits: Limits) -> int:
         return limits.default_recompute_blocks
     bounds = f"{blocks} must be between 0 (none) and {MAX_RECOMPUTE_BLOCKS}"
     _require(0 <= blocks <= MAX_RECOMPUTE_BLOCKS, "recompute_blocks", bounds)
-    _require(limits.recomputes or not blocks, "recompute_blocks", "must be 0 with linear attention")
+    _require(
+        limits.recomputes or not blocks,
+        "recompute_blocks",
+        "must be 0 with linear attention or rolling buffers",
+    )
     return blocks
 
 

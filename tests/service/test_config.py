@@ -469,6 +469,27 @@ def test_hybrid_recomputes_no_blocks_by_default() -> None:
     assert (settings.recompute_blocks_of(SHAPES["8b"]), settings.recompute_blocks_of(HYBRID)) == (32, 0)
 
 
+ROLLING = replace(SHAPES["8b"], sliding_window=1024, window_layers=(0, 1, 2, 4, 5, 6), rolling_buffer=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        ("decode", {"recompute_blocks": 8}, "must be 0: a model with rolling buffers recomputes no blocks"),
+        ("decode", {"host_cache_gib": 1.0}, "because states of rolling buffers stay on the GPU"),
+        ("decode", {"state_slots": 3}, "decode.state_slots = 3: must be at least 4"),
+        ("decode", {"tensor_parallel": 2}, "model.rolling_buffer: set it to false, because only one rank"),
+        ("door", {"shadow": 0.1}, "door.shadow: must be 0 with rolling buffers"),
+        ("prefill", {"stages": 16}, "prefill.stages = 16: a stage would have rolling buffers alone"),
+    ],
+)
+def test_names_what_rolling_buffers_do_not_go_with(section: str, values: dict[str, Any], says: str) -> None:
+    base = content() | {"prefill": {"device": "cuda"}, "decode": {"device": "cuda", "page_selection": "full"}}
+    parse(base | {"model": base["model"] | {"quantisation": "fp8"}}).check_against(ROLLING, None)
+    with pytest.raises(ConfigError, match=says):
+        parse(base | {section: {**base.get(section, {}), **values}}).check_against(ROLLING, None)
+
+
 def test_serve_accepts_the_application_builder(model: Path) -> None:
     """Runs in its own process, because it imports Serve. The weights file is empty, so building fails."""
     code = (

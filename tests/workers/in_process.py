@@ -107,8 +107,8 @@ class InProcessStream:
                 request_id=self._to.request_id,
                 tokens=tokens,
                 layers=tuple(layers),
+                arrays=packed(state),
                 attempt=self._to.attempt,
-                **packed(state),
             )
             self._receiver.state(message)
 

@@ -24,7 +24,7 @@ from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.calibration.tiles import tiles_read
 from deltafront.workers.decode.decode_attention import LayerRole, PageSelectionError, plan_layers
 from deltafront.workers.decode.reads import Read
-from deltafront.workers.decode.runner import DecodeRunner
+from deltafront.workers.decode.runner import DecodeRunner, ReadStates
 from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.requests import PrefillJob, Sampling
@@ -99,8 +99,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return directory
 
 
-def spec_of(model: Path) -> ModelSpec:
-    return ModelSpec(path=str(model), dtype="float32")
+def spec_of(model: Path, rolling: bool = False) -> ModelSpec:
+    return ModelSpec(path=str(model), dtype="float32", rolling_buffer=rolling)
 
 
 def ids_of(tokens: int, seed: int = 0) -> list[int]:
@@ -131,12 +131,12 @@ class Collector:
 
 
 async def prefilled(
-    model: Path, ids: list[int], method: MethodSpec, device: str = "cpu", **more: Any
+    model: Path, ids: list[int], method: MethodSpec, device: str = "cpu", rolling: bool = False, **more: Any
 ) -> tuple[Any, Any]:
     """Return the KV that a group hands over, and its report."""
     sink = Collector()
     config = PrefillConfig(cache_tokens=2048, stream_lease_s=600.0, device=device, **more)
-    controller = local_controller(spec_of(model), config, sink)
+    controller = local_controller(spec_of(model, rolling), config, sink)
     packed = np.asarray(ids, dtype="<u4").tobytes()
     try:
         job = PrefillJob(request_id="r", token_ids=packed, method=method, decode_worker="decode:x")
@@ -148,14 +148,16 @@ async def prefilled(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rolling", [False, True])
 @pytest.mark.parametrize(("stages", "chunk"), [(1, 128), (2, 128), (3, 384), (7, 256)])
 async def test_prefill_with_sliding_windows_equals_transformers(
-    model: Path, stages: int, chunk: int, device: str
+    model: Path, stages: int, chunk: int, rolling: bool, device: str
 ) -> None:
     ids = ids_of(TOKENS)
     sink, report = await prefilled(
-        model, ids, method_spec("dense"), device, stages=stages, chunk_tokens=chunk
+        model, ids, method_spec("dense"), device, rolling, stages=stages, chunk_tokens=chunk
     )
+    assert {*sink.kv} == ({*FULL} if rolling else {*range(LAYERS)})
     with torch.no_grad():
         wanted_V = theirs(model)(torch.tensor(ids)[None]).logits[0, -1]
     assert float(row_errors(sink.logits_V[None], wanted_V[None]).max()) < 1e-4
@@ -184,31 +186,44 @@ async def test_sparse_methods_attend_to_windows_exactly_for_any_chunks(model: Pa
 
 def runner_of(stack: LayerStack, **config: Any) -> DecodeRunner:
     plan = plan_layers(DecodeConfig(**config), stack.config.layers, stack.config.windows)
-    return DecodeRunner(stack, plan, pages=80, max_batch=2, max_pages=70)
+    return DecodeRunner(stack, plan, pages=80, max_batch=2, max_pages=70, state_slots=3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rolling", [False, True])
 @pytest.mark.parametrize("selects", [False, True])
-def test_appended_question_and_its_answer_equal_transformers(model: Path, selects: bool, device: str) -> None:
+def test_appended_question_and_its_answer_equal_transformers(
+    model: Path, selects: bool, rolling: bool, device: str
+) -> None:
     """Page selection changes nothing here, because the page budget covers all pages."""
-    document, question, tokens = 500, 61, 64
+    document, question, tokens, slot = 500, 61, 64, 2
     ids = ids_of(document + question, 2)
-    stack = load_model(spec_of(model), device)
+    stack = load_model(spec_of(model, rolling), device)
     runner = runner_of(stack, full_layers=(), delta_layers=(2,), page_budget=64)
+    for side in runner.cache.sides if runner.states is None else runner.states.slot(slot):
+        side.fill_(float("nan"))  # what nobody wrote must not be read
     pages = tuple(np.random.default_rng(0).permutation(80)[:64].tolist())
-    for start, end in ((0, 256), (256, 500)):
-        runner.append(pages, Read(start, ids[start:end]), last=False)
-    logits_V = runner.append(pages, Read(document, ids[document:]), last=True).logits_V
-    row = Row(1, pages, len(ids), 0, Sampling(), selects)
+
+    def append(start: int, end: int, last: bool = False) -> Any:
+        states = ReadStates(slot if start else None, {end: (slot,)})
+        return runner.append(pages, Read(start, ids[start:end]), last, states=states if rolling else None)
+
+    append(0, 256)
+    append(256, document)
+    logits_V = append(document, len(ids), last=True).logits_V
+    more: dict[str, Any] = {"state": slot} if rolling else {}
+    row = Row(1, pages, len(ids), 0, Sampling(), selects, **more)
     found = [chosen.token for chosen in runner.first_tokens([logits_V], [row])]
-    row = Row(1, pages, len(ids), found[0], Sampling(), selects)
+    row = Row(1, pages, len(ids), found[0], Sampling(), selects, **more)
     while len(found) < tokens:
         found += [chosen.token for chosen in runner.decode([row])]
-        row = Row(1, pages, row.length + 1, found[-1], Sampling(), selects)
+        row = Row(1, pages, row.length + 1, found[-1], Sampling(), selects, **more)
     ids_BT = torch.tensor(ids)[None]
     with torch.no_grad():
-        more: dict[str, Any] = {"attention_mask": torch.ones_like(ids_BT), "do_sample": False}
-        whole_BT = theirs(model).generate(ids_BT, max_new_tokens=tokens, **more)
+        mask_BT = torch.ones_like(ids_BT)
+        whole_BT = theirs(model).generate(
+            ids_BT, attention_mask=mask_BT, max_new_tokens=tokens, do_sample=False
+        )
         wanted_V = theirs(model)(ids_BT).logits[0, -1]
     assert float(row_errors(logits_V[None].cpu(), wanted_V[None]).max()) < 1e-4
     assert found == whole_BT[0, len(ids) :].tolist()

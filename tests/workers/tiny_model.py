@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,8 +104,9 @@ def greedy(directory: Path, new_tokens: int) -> Callable[[Sequence[int]], list[i
     return lambda ids: list(continuation(tuple(ids)))
 
 
-def whole_stack(directory: Path) -> LayerStack:
-    return load_model(ModelSpec(path=str(directory), dtype="float32"), "cpu")
+def whole_stack(directory: Path, **more: Any) -> LayerStack:
+    """Load a model in float32. more: Further fields of `ModelSpec`."""
+    return load_model(ModelSpec(path=str(directory), dtype="float32", **more), "cpu")
 
 
 def whole_prompt(

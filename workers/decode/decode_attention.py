@@ -131,11 +131,13 @@ class BatchRows:
         table_RP: Each request's page table.
         lengths_R: Number of tokens of each request, including the one being computed.
         selects_R: int32, 1 for rows that select pages; None if no row does.
+        rolling_RP: The page table of layers with windows, if these have rolling buffers; None: `table_RP`.
     """
 
     table_RP: torch.Tensor
     lengths_R: torch.Tensor
     selects_R: torch.Tensor | None
+    rolling_RP: torch.Tensor | None = None
 
 
 class StepAttention:
@@ -184,11 +186,12 @@ class StepAttention:
         scales: Scales | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out_RHD and lse_RH without sinks, and select pages."""
-        role, rows = self._plan.roles[layer], self._rows
-        args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
+        role, rows, window = self._plan.roles[layer], self._rows, self._plan.windows.get(layer, 0)
+        table_RP = rows.table_RP if rows.rolling_RP is None or not window else rows.rolling_RP
+        args = q_RHD, k_PSGD, v_PSGD, table_RP, rows.lengths_R
         how: dict[str, Any] = {"scale": self._scale, "scales": scales}
         if rows.selects_R is None or role is LayerRole.DENSE:
-            return paged_attention(*args, **how, window=self._plan.windows.get(layer, 0))
+            return paged_attention(*args, **how, window=window)
         if role is LayerRole.SPARSE:
             assert self._selected is not None  # every sparse layer comes after a Δ-layer (plan_layers)
             selected_RK, counts_R = self._selected

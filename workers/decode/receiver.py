@@ -101,11 +101,11 @@ class HandoffReceiver:
 
     def _put_state(self, slots: Sequence[int], message: HandedState) -> None:
         if (states := self._runner.states) is None:
-            raise ArrivalError("a state came for a model without linear attention")
-        if message.conv is None:
+            raise ArrivalError("a state came for a model without states")
+        if not message.arrays:
             return
         with self._runner.cache.moving():
-            states.write(slots, message.layers, message.conv, message.recurrent)
+            states.write(slots, message.layers, message.arrays)
 
     async def held_state(self, request_id: str) -> HandedState:
         request, cache = self._requests.live(request_id), self._runner.states
@@ -115,7 +115,7 @@ class HandoffReceiver:
             raise DecodeFailed(f"request {request_id} has no state here to continue from")
         with request.pages.use():
             copied = await asyncio.get_running_loop().run_in_executor(self._thread, self._copied, slot)
-        return HandedState(request_id=request_id, tokens=tokens, layers=cache.layers, **packed(copied))
+        return HandedState(request_id=request_id, tokens=tokens, layers=cache.layers, arrays=packed(copied))
 
     def _copied(self, slot: int) -> State:
         assert self._runner.states is not None

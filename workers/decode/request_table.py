@@ -51,15 +51,15 @@ class DecodeRequests:
         clock: Callable[[], float],
     ) -> None:
         self.layers = model.layers
-        self._attention_layers = model.attention_layers(range(model.layers))
-        self._linear_layers = model.linear_layers
+        self._page_layers = model.page_layers(range(model.layers))
+        self._state_layers = model.state_layers
         self._lease_s = config.stream_lease_s
         self._kv_changed = kv_changed
         self._wall = wall
         self._clock = clock
         pages, self.prefix_cache = config.cache_tokens // PAGE_TOKENS, PrefixCache(clock)
         pool = PagePool(pages, on_free=self._pages_came_back, prefix_cache=self.prefix_cache)
-        states = StateSlots(config.state_slots) if model.linear_layers else None
+        states = StateSlots(config.state_slots) if model.state_layers else None
         leases = Leases(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s, states)
         self.manager = PageManager(pool, leases, model.positions, states)
         self.queue = ReservationQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
@@ -150,7 +150,7 @@ class DecodeRequests:
             length=pages.held_tokens + expected,
         )
         held = 0 if reservation.reads else pages.held_tokens
-        arrival = KVArrival(self._attention_layers, held + expected, held)
+        arrival = KVArrival(self._page_layers, held + expected, held)
         pages.on_coming = partial(self._kv_changed, request)
         states = self._states_expected(pages, pages.held_tokens, expected)
         request.inbox = KVInbox(arrival, pages, pages.on_coming, states=states)
@@ -161,10 +161,10 @@ class DecodeRequests:
         """Return which states a prefill group must send for `expected` tokens after `held` tokens; 0: it
         sends none."""
         if pages.states is None or not expected:
-            return StateArrival(self._linear_layers)
+            return StateArrival(self._state_layers)
         tokens = held + expected
         places = {tokens, boundary_before(tokens), pages.states.kept_tokens}
-        return StateArrival(self._linear_layers, (place for place in places if place > held))
+        return StateArrival(self._state_layers, (place for place in places if place > held))
 
     def _pages_came_back(self) -> None:
         if self.queue:

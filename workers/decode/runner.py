@@ -32,7 +32,13 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.kv.pages.request_pages import PageCopy
 from deltafront.workers.kv.pages.state_slots import SCRATCH
-from deltafront.workers.kv.states import StateCache
+from deltafront.workers.kv.rolling_buffers import (
+    RollingBuffers,
+    SequenceBuffers,
+    StepBuffers,
+    make_states,
+)
+from deltafront.workers.kv.states import LinearStates
 from deltafront.workers.messages.events import Token
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.recompute import BlockAttention, BlockQueries, rows_of_blocks
@@ -110,7 +116,7 @@ class DecodeRunner:
     Args:
         max_batch: Maximum number of requests in a decode step.
         max_pages: Maximum number of pages of a request.
-        state_slots: Number of slots for states, if the model has linear-attention layers.
+        state_slots: Number of slots for states, if the model has layers with a state.
     """
 
     def __init__(
@@ -131,7 +137,7 @@ class DecodeRunner:
         """True if a launched step runs while the caller continues, as on a GPU."""
         self.scratch_page = pages
         self.cache = PagedKVCache(
-            model.attention_layers(range(model.layers)),
+            model.page_layers(range(model.layers)),
             model.kv_heads,
             model.head_dim,
             pages + 1,
@@ -141,11 +147,9 @@ class DecodeRunner:
             rank=stack.collectives.rank,
             ranks=stack.collectives.ranks,
         )
-        self.states: StateCache | None = None
-        """The states of the model's linear-attention layers; None if it has none."""
-        if (linear := model.linear) is not None:
-            shapes = linear.conv_shape, linear.recurrent_shape
-            self.states = StateCache(linear.layers, *shapes, state_slots + 1, stack.dtype, stack.device)
+        layers, slots = range(model.layers), state_slots + 1
+        self.states = make_states(model, layers, slots, stack.dtype, stack.device)
+        """The states of linear attention, or rolling buffers; None if the model has neither."""
         self.cache.states = self.states
         self._rows = StepRows(max_batch, max_pages, model.vocab, self.scratch_page, stack.device)
         self._graphs: StepGraphs | None = None
@@ -211,7 +215,7 @@ class DecodeRunner:
             copy: A page to copy first.
             part: The layers to compute; None: all. The runner keeps hidden states between the parts of a
                 `Read`. The last part returns the result.
-            states: The state slots, if the model has linear-attention layers.
+            states: The state slots, if the model has layers with a state.
         """
         cache, start, windows = self.cache, step.start, self.stack.config.windows
         layers = self.stack.layers if part is None else part.layers
@@ -224,10 +228,17 @@ class DecodeRunner:
         table_N, rows_T, select_blocks = begun.table_N, begun.rows_T, begun.select_blocks
         positions_T = torch.arange(start, step.end, device=self.stack.device)
 
+        buffers = self._read_buffers(step, states)
+
         def kv_rows(layer: int) -> KVRows:
+            if buffers is not None and buffers.has(layer):
+                return buffers.kv_rows(layer)
             return cache.kv_rows(layer, rows_T)
 
         def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+            if buffers is not None and buffers.has(layer):
+                buffers.keep(layer)
+                return self._attend_densely(layer, q_THD, *buffers.seen(), buffers.before)
             window = windows.get(layer)
             first = max(0, start + 1 - window) // PAGE_TOKENS if window else 0
             before = first * PAGE_TOKENS
@@ -250,7 +261,7 @@ class DecodeRunner:
         return ReadResult(logits_V, blocks, logprobs)
 
     def _read_states(self, step: Read, states: ReadStates | None) -> Callable[[int], RowStates] | None:
-        if self.states is None or states is None:
+        if not isinstance(self.states, LinearStates) or states is None:
             return None
         cache, first = self.states, states.first
         cuts = tuple((tokens - step.start, slots[0]) for tokens, slots in states.cuts.items())
@@ -258,6 +269,12 @@ class DecodeRunner:
             first = cuts[-1][1]
             cache.clear(first)
         return lambda layer: SequenceStates(cache.layer(layer), first, cuts)
+
+    def _read_buffers(self, step: Read, states: ReadStates | None) -> SequenceBuffers | None:
+        if not isinstance(self.states, RollingBuffers) or states is None:
+            return None
+        cuts = ((tokens, slots[0]) for tokens, slots in states.cuts.items())
+        return SequenceBuffers(self.states, step.start, step.end, states.first, cuts)
 
     def _copy_states(self, states: ReadStates | None) -> None:
         """Copy the states after a `Read` that belong into several slots."""
@@ -413,18 +430,26 @@ class DecodeRunner:
         page_ids_R = batch.table_RP.gather(1, (positions_R // PAGE_TOKENS).to(torch.int64)[:, None])[:, 0]
         rows_R = page_ids_R.to(torch.int64) * PAGE_TOKENS + positions_R % PAGE_TOKENS
         selects_R = batch.selects_R if batch.shape.selects else None
-        rows = BatchRows(batch.table_RP, positions_R + 1, selects_R)
+        buffers = None
+        if isinstance(self.states, RollingBuffers):
+            buffers = StepBuffers(self.states, batch.states_R, positions_R, batch.table_RP.shape[1])
+        rolling_RP = None if buffers is None else buffers.table_RP
+        rows = BatchRows(batch.table_RP, positions_R + 1, selects_R, rolling_RP)
         step = StepAttention(self._plan, rows, self._scale, self.stack.collectives)
 
         def kv_rows(layer: int) -> KVRows:
+            if buffers is not None and buffers.has(layer):
+                return buffers.kv_rows(layer)
             return self.cache.kv_rows(layer, rows_R)
 
         def attend(layer: int, q_RHD: torch.Tensor) -> torch.Tensor:
+            if buffers is not None and buffers.has(layer):
+                return step.attend(layer, q_RHD, *buffers.layer(layer), sink_H=self.stack.sinks(layer))
             kv = *self.cache.layer(layer), self.cache.scales(layer)
             return step.attend(layer, q_RHD, *kv, sink_H=self.stack.sinks(layer))
 
         def row_states(layer: int) -> RowStates:
-            assert self.states is not None, "only models with linear-attention layers ask"
+            assert isinstance(self.states, LinearStates), "only linear-attention layers ask"
             return StepStates(self.states.layer(layer), batch.states_R)
 
         calls = AttentionCalls(kv_rows, attend, row_states)

@@ -73,7 +73,7 @@ class PagedKVCache:
         self.k_scale_LPSG = _zeros(shape[:-1], BYTES, self.device) if int8 else None
         self.v_scale_LPSG = _zeros(shape[:-1], BYTES, self.device) if int8 else None
         self.states: StateCache | None = None
-        """The states of linear attention beside these pages. A stage that maps the pages maps them, too."""
+        """The states beside these pages. A stage that maps the pages maps them, too."""
         self._arrivals = _arrivals(self.device)
 
     def __getstate__(self) -> dict[str, Any]:

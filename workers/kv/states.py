@@ -1,8 +1,12 @@
-"""The states of a process's linear-attention layers, in slots.
+"""What a process's layers keep of a sequence beside its pages, in slots of a fixed size: the states of linear
+attention, or rolling buffers (`rolling_buffers.py`).
 
 Shape suffixes as in `kernels.gated_delta.states`, and L layers.
 """
 
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,15 +15,71 @@ import torch
 from deltafront.kernels.gated_delta.states import LayerStates
 from deltafront.workers.kv.host_copies import as_numpy, as_tensor
 
-State = tuple[torch.Tensor, torch.Tensor]
-"""A state in host memory: conv_LWE, recurrent_LHKD."""
+State = tuple[torch.Tensor, ...]
+"""The tensors of a slot, each [layers, …]."""
 
 
-class StateCache:
+class StateCache(ABC):
     """States in slots. Slots are zeroed at first.
 
+    Attributes:
+        layers: Indices in the model of the layers that have a state, ascending.
+    """
+
+    layers: tuple[int, ...]
+
+    @abstractmethod
+    def slot(self, slot: int) -> State:
+        """Return views of a slot's tensors."""
+
+    @abstractmethod
+    def with_slots(self, slots: int) -> StateCache:
+        """Return a cache of `slots` slots. Slot 0 is a copy of this one's."""
+
+    def clear(self, slot: int) -> None:
+        """Set a state to that before the first token."""
+        for state_L in self.slot(slot):
+            state_L.zero_()
+
+    def take(self, slots: Sequence[int], other: StateCache, slot: int) -> None:
+        """Copy a state of this or another cache into each of `slots`. On a GPU the copies are only launched.
+        Raises ValueError if the other cache has other layers."""
+        if other.layers != self.layers:
+            raise ValueError(f"a state of layers {other.layers} does not fit layers {self.layers}")
+        for target in slots:
+            for to_L, from_L in zip(self.slot(target), other.slot(slot), strict=True):
+                to_L.copy_(from_L)
+
+    def to_host(self, slot: int) -> State:
+        """Copy a state into host memory. On a GPU the copies are only launched."""
+        return tuple(state_L.to("cpu", non_blocking=True, copy=True) for state_L in self.slot(slot))
+
+    @torch.inference_mode()
+    def write(self, slots: Sequence[int], layers: Sequence[int], arrays: Sequence[Any]) -> None:
+        """Write the state of some layers, as host arrays from `packed`, into each of `slots`. On a GPU call
+        it in `PagedKVCache.moving`.
+
+        Raises:
+            ValueError: Layers, shapes or dtypes differ from this cache's.
+        """
+        rows = [self.layers.index(layer) for layer in layers]
+        own = self.slot(0)
+        if len(arrays) != len(own):
+            raise ValueError(f"a state has {len(own)} arrays, and {len(arrays)} came")
+        given = [
+            as_tensor(array, (len(rows), *state_L.shape[1:]), state_L.dtype)
+            for state_L, array in zip(own, arrays, strict=True)
+        ]
+        for slot in slots:
+            for to_L, from_L in zip(self.slot(slot), given, strict=True):
+                for row, state in zip(rows, from_L, strict=True):
+                    to_L[row].copy_(state)
+
+
+class LinearStates(StateCache):
+    """The states of linear-attention layers.
+
     Args:
-        layers: Indices of the linear-attention layers in the model.
         conv_shape, recurrent_shape: Shapes of a layer's state (`LinearConfig`).
         dtype: The model's dtype.
     """
@@ -43,50 +103,16 @@ class StateCache:
         index = self.layers.index(layer)
         return LayerStates(self.conv_SLWE[:, index], self.recurrent_SLHKD[:, index])
 
-    def with_slots(self, slots: int) -> "StateCache":
-        """Return a cache of `slots` slots. Slot 0 is a copy of this one's."""
+    def slot(self, slot: int) -> State:
+        return self.conv_SLWE[slot], self.recurrent_SLHKD[slot]
+
+    def with_slots(self, slots: int) -> LinearStates:
         shapes = tuple(self.conv_SLWE.shape[2:]), tuple(self.recurrent_SLHKD.shape[2:])
-        other = StateCache(self.layers, *shapes, slots, self.conv_SLWE.dtype, self.conv_SLWE.device)
+        other = LinearStates(self.layers, *shapes, slots, self.conv_SLWE.dtype, self.conv_SLWE.device)
         other.take([0], self, 0)
         return other
 
-    def clear(self, slot: int) -> None:
-        """Set a state to that before the first token."""
-        self.conv_SLWE[slot].zero_()
-        self.recurrent_SLHKD[slot].zero_()
 
-    def take(self, slots: Sequence[int], other: "StateCache", slot: int) -> None:
-        """Copy a state of this or another cache into each of `slots`. On a GPU the copies are only launched.
-        Raises ValueError if the other cache has other layers."""
-        if other.layers != self.layers:
-            raise ValueError(f"a state of layers {other.layers} does not fit layers {self.layers}")
-        for target in slots:
-            self.conv_SLWE[target].copy_(other.conv_SLWE[slot])
-            self.recurrent_SLHKD[target].copy_(other.recurrent_SLHKD[slot])
-
-    def to_host(self, slot: int) -> State:
-        """Copy a state into host memory. On a GPU the copies are only launched."""
-        return (
-            self.conv_SLWE[slot].to("cpu", non_blocking=True, copy=True),
-            self.recurrent_SLHKD[slot].to("cpu", non_blocking=True, copy=True),
-        )
-
-    @torch.inference_mode()
-    def write(self, slots: Sequence[int], layers: Sequence[int], conv: Any, recurrent: Any) -> None:
-        """Write the state of some layers, as host arrays from `packed`, into each of `slots`. On a GPU call
-        it in `PagedKVCache.moving`.
-
-        Raises:
-            ValueError: Layers, shapes or dtypes differ from this cache's.
-        """
-        rows = [self.layers.index(layer) for layer in layers]
-        for states_SL, array in ((self.conv_SLWE, conv), (self.recurrent_SLHKD, recurrent)):
-            state_L = as_tensor(array, (len(rows), *states_SL.shape[2:]), states_SL.dtype)
-            for row, state in zip(rows, state_L, strict=True):
-                for slot in slots:
-                    states_SL[slot, row].copy_(state)
-
-
-def packed(state: State | None) -> dict[str, Any]:
+def packed(state: State | None) -> tuple[Any, ...]:
     """Return a state's arrays for `HandedState`, which Ray sends without a copy. None: nothing to send."""
-    return {} if state is None else dict(zip(("conv", "recurrent"), map(as_numpy, state), strict=True))
+    return () if state is None else tuple(map(as_numpy, state))

@@ -155,19 +155,19 @@ class HostKV:
 
 @dataclass(frozen=True, kw_only=True)
 class HandedState:
-    """The state of one stage's linear-attention layers after a prompt's first `tokens` tokens, as host arrays
-    (`StateCache.write`). None: the stage has written it into the request's slots (transport `mapped`)."""
+    """The state of one stage's layers after a prompt's first `tokens` tokens, as host arrays
+    (`StateCache.write`). No arrays: the stage has written it into the request's slots (transport
+    `mapped`)."""
 
     request_id: str
     tokens: int
     layers: tuple[int, ...]
-    conv: Any = field(repr=False, default=None)
-    recurrent: Any = field(repr=False, default=None)
+    arrays: tuple[Any, ...] = field(repr=False, default=())
     attempt: int = 0
 
     @property
     def bytes(self) -> int:
-        return 0 if self.conv is None else int(self.conv.nbytes + self.recurrent.nbytes)
+        return sum(int(array.nbytes) for array in self.arrays)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
 from deltafront.service.config import load, parse
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.rope_config import RopeConfig
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf
 from deltafront.workers.settings import KVDtype, Quantisation
 
@@ -173,9 +174,53 @@ def test_plan_for_a_hybrid_counts_its_states(gpus: str, tokens: int) -> None:
     state = 12 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
     slots = settings.decode.state_slots + 1
     kv = found.decode_tokens * 4 * 2 * 2 * 256 * 2
-    weights = rank_bytes(shape, 1, 0, "bfloat16")
-    assert found.rank_bytes == weights + kv
-    assert weights - slots * state == size.weight_bytes(shape, range(16), "bfloat16", None)
+    weights = size.weight_bytes(shape, range(16), "bfloat16", None)
+    assert found.rank_bytes == weights + slots * state + kv
+    assert settings.decode.state_slots == 160 and settings.door.state_spacing == 16_384
+
+
+GEMMA_27B = ModelConfig(
+    architecture="Gemma3ForCausalLM", layers=62, hidden=5376, intermediate=21_504, q_heads=32, kv_heads=16,
+    head_dim=128, vocab=262_208, positions=131_072, rms_eps=1e-6, rope=RopeConfig(1e6), tied_embeddings=True,
+    sliding_window=1024, window_layers=tuple(n for n in range(62) if n % 6 != 5),
+)  # fmt: skip
+
+
+def test_plan_for_windows_keeps_only_their_window() -> None:
+    demand = planner.rolling(Demand(model=GEMMA_27B, gpus=1, gpu_gib=139, tokens=131_072))
+    found = best(demand)
+    assert demand.model.rolling_buffer and found is not None
+    settings = parse(planner.configuration(demand, found, "somewhere"))
+    settings.check_against(demand.model, None)
+    assert settings.model.rolling_buffer and settings.recompute_blocks_of(demand.model) == 0
+    state = 52 * 1040 * 2 * 16 * 128 * 2
+    kv = 131_072 * 10 * 2 * 16 * 128 * 2
+    assert kv + 2 * state < 11 * size.GIB, "62 GiB with the KV of all tokens"
+    weights = size.weight_bytes(GEMMA_27B, range(62), "bfloat16", None)
+    slots = settings.decode.state_slots
+    pages = found.decode_tokens * 10 * 2 * 16 * 128 * 2
+    assert found.rank_bytes == weights + (slots + 1) * state + pages
+    assert slots * state <= 0.25 * (slots * state + pages) + state and slots >= 4
+    assert state <= 0.25 * settings.door.state_spacing * 10 * 2 * 16 * 128 * 2
+    sized = size.sizing("gemma", GEMMA_27B, 131_072, 4, 139.0)
+    assert sized.rolling_buffer and sized.kv_bytes == kv + 2 * state
+
+
+def test_windows_keep_all_tokens_where_rolling_buffers_do_not_go() -> None:
+    demand = Demand(model=GEMMA_27B, gpus=1, gpu_gib=139, tokens=65_536)
+    for other in ({"host_cache_gib": 30.0}, {"ranks": 2}, {"gpus": 8}, {"model": SHAPES["8b"]}):
+        wanted = replace(demand, **other)
+        assert planner.rolling(wanted) == wanted, other
+    sized = size.sizing("gemma", GEMMA_27B, 131_072, 1, 139.0, ranks=2)
+    assert not sized.rolling_buffer and sized.kv_token_bytes == 62 * 2 * 16 * 128 * 2
+
+
+def test_longest_context_of_windows_has_rolling_buffers() -> None:
+    demand = Demand(model=GEMMA_27B, gpus=1, gpu_gib=100, tokens=131_072)
+    assert best(demand) is None and best(planner.rolling(demand)) is not None
+    little = planner.rolling(replace(demand, gpu_gib=72, quantisations=(None,)))
+    found = planner.longest(little)
+    assert little.model.rolling_buffer and found is not None and 1000 < found.tokens < 131_072
 
 
 def test_size_command_suggests_int8_kv_if_16_bit_kv_does_not_fit(tmp_path: Path) -> None:

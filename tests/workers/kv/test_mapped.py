@@ -22,7 +22,7 @@ from deltafront.workers.kv.handoff.protocols import Destination, HandoffError
 from deltafront.workers.kv.pages.pool import PagePool
 from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.kv.peer_memory import ExportedObjects, export_objects, home, map_objects
-from deltafront.workers.kv.states import StateCache
+from deltafront.workers.kv.states import LinearStates
 from deltafront.workers.messages.requests import DecodeFailed
 from deltafront.workers.messages.stages import (
     HandedState,
@@ -288,14 +288,14 @@ def test_mapped_stage_writes_states_into_the_requests_slots() -> None:
     ]
     assert [slot for slot in range(8) if written[slot]] == [2, 7]
     assert not theirs.conv_SLWE[[0, 1, 3, 4, 5, 6]].any()
-    assert [(m.tokens, m.layers, m.conv, m.bytes) for m in opener.states] == [(40, (2, 3), None, 0)]
-    other = StateCache((2,), (3, 4), (2, 4, 4), 1, torch.float32, torch.device("cpu"))
+    assert [(m.tokens, m.layers, m.arrays, m.bytes) for m in opener.states] == [(40, (2, 3), (), 0)]
+    other = LinearStates((2,), (3, 4), (2, 4, 4), 1, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="does not fit"):
         stream.copy_state(40, other, 0)
 
 
-def states(slots: int) -> StateCache:
-    return StateCache((2, 3), (3, 4), (2, 4, 4), slots, torch.float32, torch.device("cpu"))
+def states(slots: int) -> LinearStates:
+    return LinearStates((2, 3), (3, 4), (2, 4, 4), slots, torch.float32, torch.device("cpu"))
 
 
 def test_stage_exits_if_the_decode_worker_it_maps_was_replaced() -> None:

@@ -167,8 +167,8 @@ class MessageStream:
             request_id=self._to.request_id,
             tokens=tokens,
             layers=tuple(layers),
+            arrays=packed(state),
             attempt=self._to.attempt,
-            **packed(state),
         )
         self._outbox.send_state(self._delivery, message)
 

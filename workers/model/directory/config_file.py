@@ -41,8 +41,8 @@ from deltafront.workers.model.directory.tokenizer_files import end_tokens
 from deltafront.workers.model.families.family import OPTIONAL, Family
 from deltafront.workers.model.family_registry import FAMILIES, family_of, unserved_features
 
-OVERRIDES = frozenset({"rope_theta", "rope_scaling", "max_position_embeddings"})
-"""Keys of config.json that the service's configuration may override."""
+OVERRIDES = frozenset({"rope_theta", "rope_scaling", "max_position_embeddings", "rolling_buffer"})
+"""Keys of config.json that the service's configuration may override, and its own `rolling_buffer`."""
 
 _MISTRAL_7B = "LlamaForCausalLM", 32, 4096, 14_336, 8
 _MISTRAL_WINDOW = 4096
@@ -112,6 +112,7 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
         "sliding_window": window,
         "window_layers": sliding,
         "window_rope": window_rope(given, rope, family) if sliding else None,
+        "rolling_buffer": bool(extra.get("rolling_buffer")),
         **_multipliers(raw, head_dim),
     }
     if family.scales_by_width and raw.get("mup_enabled", True):
@@ -229,6 +230,11 @@ def _refuse_combinations(config: ModelConfig) -> None:
         raise ModelError("QK norm over all heads after the rotation is not supported")
     if config.linear is not None and (config.parallel or config.norms != "before"):
         raise ModelError("linear attention is supported only with norms before attention and MLP")
+    if config.rolling_buffer and not 0 < len(config.window_layers) < config.layers:
+        raise ModelError(
+            "model.rolling_buffer: set it to false, because only a model with sliding windows in some of its "
+            "layers, and not in all, can have it"
+        )
     if config.fused_q_gate and (config.fused_qkv or config.qkv_bias or not config.attention_gate):
         raise ModelError("a gate in q_proj is supported only beside k_proj and v_proj without biases")
 

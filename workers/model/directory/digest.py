@@ -38,7 +38,8 @@ SAMPLE_BYTES = 4096
 """Number of first bytes of each tensor that are hashed. Training and merging change whole matrices, so that
 the first bytes differ, too."""
 
-_LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias", "norms", "fused_qkv", "fused_gate_up")
+_LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias", "norms", "fused_qkv", "fused_gate_up",
+             "rolling_buffer")  # fmt: skip
 """Fields of ModelConfig that are not hashed: they change no result, or follow from the tensors."""
 _LEFT_OUT_AT_DEFAULT = """qk_norm_all_heads activation rotary_dim interleaved_rope unrotated_layers
     embedding_scale logit_scale attention_scale mixture window_layers window_rope norm_offset

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.workers.model.directory.layer_config import LinearConfig, MixtureConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
@@ -61,6 +62,7 @@ class ModelConfig:
         linear: The layers with gated delta networks instead of attention; None: all layers have attention.
         fused_q_gate: True if checkpoints store each query head's rows of q, then those of its gate, in
             q_proj.
+        rolling_buffer: As in `ModelSpec`.
     """
 
     architecture: str
@@ -107,6 +109,7 @@ class ModelConfig:
     router_bias: bool = False
     linear: LinearConfig | None = None
     fused_q_gate: bool = False
+    rolling_buffer: bool = False
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Split the layers over pipeline stages so that the slowest stage is as fast as possible. A cut may
@@ -134,13 +137,15 @@ class ModelConfig:
         """Return the configuration of each rank, if there are `ranks` tensor-parallel ranks.
 
         Raises ModelError unless KV heads and MLP columns divide evenly over ranks, and for several ranks of a
-        model with linear attention.
+        model with linear attention or rolling buffers.
         """
         if ranks > 1 and self.linear is not None:
             raise ModelError(
                 f"decode.tensor_parallel: {ranks} ranks cannot share {self.architecture}, whose layers with "
                 "linear attention are computed by one rank: set it to 1"
             )
+        if ranks > 1 and self.rolling_buffer:
+            raise ModelError("model.rolling_buffer: set it to false, because only one rank can have it")
         shared = [(self.kv_heads, "key/value heads"), *((width, "MLP columns") for width in self.mlp_widths)]
         for count, what in shared:
             if count % ranks:
@@ -184,15 +189,30 @@ class ModelConfig:
         return tuple(n for n in layers if n not in self.linear_layers)
 
     @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers with a state of fixed size beside the pages: linear attention's, or rolling buffers."""
+        return self.window_layers if self.rolling_buffer else self.linear_layers
+
+    def page_layers(self, layers: range) -> tuple[int, ...]:
+        """Return those of `layers` whose memory is K and V of all tokens, in pages."""
+        return tuple(n for n in layers if n not in self.state_layers)
+
+    @property
     def kv_layers(self) -> int:
-        """Number of layers with K and V."""
-        return self.layers - len(self.linear_layers)
+        """Number of layers whose K and V of all tokens are in pages."""
+        return self.layers - len(self.state_layers)
+
+    @property
+    def rolling_tokens(self) -> int:
+        """Tokens in a rolling buffer: the pages that a window can touch."""
+        return ((self.sliding_window or 0) + 2 * PAGE_TOKENS - 2) // PAGE_TOKENS * PAGE_TOKENS
 
     def state_bytes(self, layers: range, number_bytes: int) -> int:
-        """Count the bytes of one sequence's state in those of `layers` that have linear attention."""
-        linear = self.linear
-        own = 0 if linear is None else sum(n in linear.layers for n in layers)
-        return 0 if linear is None else own * linear.state_bytes(number_bytes)
+        """Count the bytes of one sequence's state in those of `layers` that have one."""
+        own = sum(n in self.state_layers for n in layers)
+        if self.linear is not None:
+            return own * self.linear.state_bytes(number_bytes)
+        return self.rolling_tokens * self.kv_bytes(own, number_bytes, int8=False)
 
     @property
     def exact_layers(self) -> tuple[int, ...]:

@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
+from deltafront.kernels.attention.inputs import tiles_of_blocks
+from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.gated_delta.states import RowStates, SequenceStates
 from deltafront.kernels.interface import Attention, AttentionInput, StateSpec, TileCounts
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import resume_step
 from deltafront.workers.kv.cache import PagedKVCache, Sides
 from deltafront.workers.kv.handoff.protocols import KVStream
-from deltafront.workers.kv.states import State, StateCache
+from deltafront.workers.kv.rolling_buffers import RollingBuffers, SequenceBuffers
+from deltafront.workers.kv.states import LinearStates, State, StateCache
 from deltafront.workers.messages.events import LayerDensity
 from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
 from deltafront.workers.prefill.stage.phases import PhaseTimer
@@ -107,8 +110,7 @@ class OpenPrompt:
             layer skips queries.
         first_page: The first of pages_N if the pages are contiguous, else None.
         fetch_s: As in `ChunkWork`.
-        live: The state of the linear-attention layers after the last launched chunk, in slot 0; None: the
-            stage has no such layer.
+        live: The state after the last launched chunk, in slot 0; None: no layer of the stage has a state.
     """
 
     request: OpenRequest
@@ -144,8 +146,14 @@ class ChunkAttention:
             self._seen_S = self._rows(0, self._end) if cache.int8 else None
             """Rows of all tokens so far, if 8-bit KV must be dequantised to the model's dtype."""
             self._places = tuple(p for p in prompt.request.state_places if self._start < p <= self._end)
+            self._buffers: SequenceBuffers | None = None
+            """The KV of the layers with rolling buffers."""
             if prompt.live is not None:
                 prompt.live = prompt.live.with_slots(1 + len(self._places))
+            if isinstance(prompt.live, RollingBuffers):
+                cuts = [(self._end, 0), *((place, slot) for slot, place in enumerate(self._places, start=1))]
+                first = 0 if self._start else None
+                self._buffers = SequenceBuffers(prompt.live, self._start, self._end, first, cuts)
 
     def _rows(self, start: int, tokens: int) -> torch.Tensor:
         if self._prompt.first_page is None:
@@ -153,8 +161,10 @@ class ChunkAttention:
         return self._cache.rows_of_run(self._prompt.first_page, start, tokens)
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Return the cache rows to write the chunk's KV to. Raises RequestFailed if the request ended."""
+        """Return the rows to write the chunk's KV to. Raises RequestFailed if the request ended."""
         self._check_wanted()
+        if self._buffers is not None and self._buffers.has(layer):
+            return self._buffers.kv_rows(layer)
         return self._cache.kv_rows(layer, self._rows_T)
 
     def _check_wanted(self) -> None:
@@ -165,7 +175,7 @@ class ChunkAttention:
         """Return where the layer's state is: slot 0, and a slot for each of the chunk's state places. Raises
         RequestFailed if the request ended."""
         self._check_wanted()
-        assert self._prompt.live is not None, "the stage has states for its linear-attention layers"
+        assert isinstance(self._prompt.live, LinearStates), "only linear-attention layers ask"
         cuts = [(place - self._start, slot) for slot, place in enumerate(self._places, start=1)]
         whole = (self._end - self._start, 0)
         return SequenceStates(self._prompt.live.layer(layer), 0, (*cuts, whole))
@@ -179,6 +189,8 @@ class ChunkAttention:
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
         work, prompt, phase = self._work, self._prompt, self._work.timer.phase
+        if self._buffers is not None and self._buffers.has(layer):
+            return self._attend_to_window(layer, q_THD, self._buffers)
         with phase("kv_gather"):
             k_GSD, v_GSD = self._context(layer)
         with phase("handoff"):  # before attention, so that the transfer overlaps it
@@ -200,13 +212,42 @@ class ChunkAttention:
             prompt_tokens=total,
             sink_H=self._sinks(layer),
         )
-        work.timer.layer = layer
-        if layer not in prompt.states:
-            prompt.states[layer] = prompt.method.new_state(replace(prompt.spec, layer=layer))
-        out_BHTD, counts = prompt.method.attend(x, prompt.states[layer], phase)
-        work.timer.layer = None
+        out_BHTD, counts = self._attended(layer, x)
         work.tile_counts.append((layer, counts))
         return out_BHTD[0].transpose(0, 1)
+
+    def _attend_to_window(
+        self, layer: int, q_THD: torch.Tensor, buffers: SequenceBuffers
+    ) -> torch.Tensor | None:
+        """Compute attention in a layer with a rolling buffer. Its KV is not sent: the decode worker gets its
+        states."""
+        first, (k_GSD, v_GSD) = self._first_needed(layer), buffers.seen()
+        with self._work.timer.phase("handoff"):
+            buffers.keep(layer)
+        if first > self._start:
+            with self._work.timer.phase("projection"):
+                self._work.finite = finite(k_GSD[:, buffers.before :]) & finite(v_GSD[:, buffers.before :])
+        if first == self._end:
+            return None
+        q_BHTD = q_THD[first - self._start :].transpose(0, 1)[None]
+        begin = buffers.before + first - self._start
+        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=begin, sink_H=self._sinks(layer))
+        out_BHTD, counts = self._attended(layer, x)
+        blocks = first // BLOCK, -(-self._end // BLOCK) - first // BLOCK
+        seen, causal = (tiles_of_blocks(*blocks, window) for window in (buffers.window, 0))
+        heads = q_BHTD.shape[1]
+        computed = torch.full_like(counts.computed, heads * seen)
+        self._work.tile_counts.append((layer, TileCounts(computed, heads * causal, counts.scored_share)))
+        return out_BHTD[0].transpose(0, 1)
+
+    def _attended(self, layer: int, x: AttentionInput) -> tuple[torch.Tensor, TileCounts]:
+        prompt, timer = self._prompt, self._work.timer
+        timer.layer = layer
+        if layer not in prompt.states:
+            prompt.states[layer] = prompt.method.new_state(replace(prompt.spec, layer=layer))
+        attended = prompt.method.attend(x, prompt.states[layer], timer.phase)
+        timer.layer = None
+        return attended
 
     def _first_needed(self, layer: int) -> int:
         """Return the first position whose attention is needed; the chunk's end if none is.

@@ -21,6 +21,7 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.fetch import KVSource, NoKVSource, from_host, pieces
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
 from deltafront.workers.kv.pages.pool import first_of_run, pages_for
+from deltafront.workers.kv.rolling_buffers import make_states
 from deltafront.workers.kv.states import StateCache
 from deltafront.workers.messages.stages import (
     ChunkCommand,
@@ -147,21 +148,17 @@ class PrefillStage:
             raise RequestFailed(str(error)) from error
 
     def _first_state(self, request: OpenRequest) -> StateCache | None:
-        """Return the state of this stage's linear-attention layers with which a prompt begins: zeros, or the
-        decode worker's if it resumes. None: the stage has no such layer."""
-        linear, stack = self.stack.config.linear, self.stack
-        layers = () if linear is None else tuple(n for n in linear.layers if n in stack.layers)
-        if linear is None or not layers:
-            return None
-        shapes = linear.conv_shape, linear.recurrent_shape
-        first = StateCache(layers, *shapes, 1, stack.dtype, stack.device)
-        if not request.start:
+        """Return the state with which a prompt begins on this stage: zeros, or the decode worker's if it
+        resumes. None: no layer of the stage has a state."""
+        stack = self.stack
+        first = make_states(stack.config, stack.layers, 1, stack.dtype, stack.device)
+        if first is None or not request.start:
             return first
         held = self._source.state(request.decode_worker, request.request_id)
         if held.tokens != request.start:
             raise RequestFailed(f"a state after {held.tokens} tokens came for a prompt at {request.start}")
-        rows = [held.layers.index(layer) for layer in layers]
-        first.write([0], layers, held.conv[rows], held.recurrent[rows])
+        rows = [held.layers.index(layer) for layer in first.layers]
+        first.write([0], first.layers, [array[rows] for array in held.arrays])
         return first
 
     def _fetch_kv(self, request: OpenRequest, pages: Sequence[int]) -> None:
@@ -287,7 +284,7 @@ class PrefillStage:
             if not bool(work.finite):
                 raise RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
             for tokens, state in work.states:
-                layers = tuple(n for n in self.stack.config.linear_layers if n in self.stack.layers)
+                layers = tuple(n for n in self.stack.config.state_layers if n in self.stack.layers)
                 stream.put_state(tokens, layers, state)
             if work.logits_V is not None:
                 stream.put_logits(work.logits_V)
@@ -352,7 +349,7 @@ def load_stage(
     warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
     if kv_dtype == "int8":
         warm_up_kv(stack)
-    heads, attend = (shape.kv_heads, shape.head_dim), shape.attention_layers(stack.layers)
+    heads, attend = (shape.kv_heads, shape.head_dim), shape.page_layers(stack.layers)
     cache = (
         memory[1]
         if memory

@@ -66,7 +66,7 @@ def warm_up_kv(stack: LayerStack) -> None:
     """Compile the kernels for 8-bit KV. They run on a temporary page, because the stage may share its own
     pages with a decode worker."""
     config = stack.config
-    heads, attend_layers = (config.kv_heads, config.head_dim), config.attention_layers(stack.layers)
+    heads, attend_layers = (config.kv_heads, config.head_dim), config.page_layers(stack.layers)
     if not attend_layers:
         return
     layers = range(attend_layers[0], attend_layers[0] + 1)

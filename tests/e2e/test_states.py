@@ -1,5 +1,5 @@
-"""A real service of a tiny hybrid model (linear attention in three of four layers): answers equal
-transformers', and later prompts continue from cached states."""
+"""A real service of tiny models, with linear attention or rolling buffers in three of four layers: answers
+equal transformers', and later prompts continue from cached states."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from deltafront.workers.settings import ModelSpec
 
 from ..workers.tiny_hybrid import make_tiny_hybrid
 from ..workers.tiny_model import greedy
+from ..workers.tiny_windows import make_tiny_windows
 from .wire import Answer, Wire, packed
 
 TOKENS, NEW, SPACING = 500, 20, 128
@@ -36,37 +37,40 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny hybrid with the embedded model's tokenizer."""
+@pytest.fixture(scope="module", params=["linear", "rolling"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The section `model` of a tiny model with the embedded model's tokenizer."""
     tokenizer = Path(located(ModelSpec(path=EMBEDDED)).path)
-    directory = make_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), vocabulary=49_152)
+    make = make_tiny_hybrid if request.param == "linear" else make_tiny_windows
+    directory = make(tmp_path_factory.mktemp(request.param), vocabulary=49_152)
     for file in tokenizer.glob("tokenizer*.json"):
         shutil.copy(file, directory)
-    return directory
+    return {"path": str(directory), "dtype": "float32", "rolling_buffer": request.param == "rolling"}
 
 
 @pytest.fixture(scope="module", params=["object_store", "mapped"])
-def service(hybrid: Path, request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[LocalService]:
+def service(
+    model: dict[str, Any], request: pytest.FixtureRequest, tmp_path_factory: Any
+) -> Iterator[LocalService]:
     stages = 1 if request.param == "mapped" else 2
     settings = SETTINGS | {"prefill": SETTINGS["prefill"] | {"stages": stages}}
-    settings |= {"model": {"path": str(hybrid), "dtype": "float32"}, "handoff": {"transport": request.param}}
-    file = tmp_path_factory.mktemp("config") / "hybrid.yaml"
+    settings |= {"model": model, "handoff": {"transport": request.param}}
+    file = tmp_path_factory.mktemp("config") / "states.yaml"
     file.write_text(yaml.safe_dump(settings))
     with LocalService(file, start_s=600) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def expected(hybrid: Path) -> Callable[[list[int]], list[int]]:
-    return greedy(hybrid, NEW)
+def expected(model: dict[str, Any]) -> Callable[[list[int]], list[int]]:
+    return greedy(Path(model["path"]), NEW)
 
 
 def drawn(count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(10, 49_000), k=count)
 
 
-def ask(wire: Wire, ids: list[int], salt: str = "hybrid", **more: Any) -> Answer:
+def ask(wire: Wire, ids: list[int], salt: str = "states", **more: Any) -> Answer:
     sampling = pb.SamplingOptions(max_tokens=NEW, ignore_eos=True)
     prompt = pb.Prompt(token_ids=packed(ids))
     return wire.generate(pb.GenerateRequest(prompt=prompt, sampling=sampling, cache_salt=salt, **more))
@@ -93,7 +97,7 @@ def test_prompts_with_one_document_share_its_states(service: LocalService, expec
     wire.seconds_to_no_page()
 
 
-def test_session_of_a_hybrid_answers_questions(service: LocalService, expected: Any) -> None:
+def test_session_answers_questions(service: LocalService, expected: Any) -> None:
     wire, document = Wire(service.address), drawn(300, 20)
     prompt = pb.Prompt(token_ids=packed(document))
     session = wire.prefill(pb.PrefillRequest(prompt=prompt)).session

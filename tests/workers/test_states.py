@@ -1,6 +1,6 @@
-"""Compares a tiny hybrid model with transformers, served by a prefill group and a decode worker: in stages
-and batches, and with every way to continue from a state: sessions, parts of them, conversations, shared
-documents and another attempt."""
+"""Compares tiny models whose layers have states, linear attention or rolling buffers, with transformers,
+served by a prefill group and a decode worker: in stages and batches, and with every way to continue from a
+state: sessions, parts of them, conversations, shared documents and another attempt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from deltafront.tests.workers.in_process import InProcessReader, local_controlle
 from deltafront.tests.workers.keys import DENSE, key_of
 from deltafront.tests.workers.prompts import packed
 from deltafront.tests.workers.tiny_hybrid import LAYERS, LINEAR_LAYERS, make_tiny_hybrid
-from deltafront.tests.workers.tiny_model import VOCAB, greedy, whole_stack
+from deltafront.tests.workers.tiny_model import VOCAB, greedy
+from deltafront.tests.workers.tiny_windows import make_tiny_windows
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.messages.events import PrefillDone, PrefillReport, Prefix, SessionKept
 from deltafront.workers.messages.prompts import boundary_before, state_places
@@ -34,6 +35,7 @@ from deltafront.workers.messages.requests import (
     Sampling,
 )
 from deltafront.workers.messages.stages import HandedState, HostKV, KVRange
+from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.settings import DecodeConfig, ModelSpec, PrefillConfig
 
 NEW, CHUNK, SPACING = 40, 128, 64
@@ -45,14 +47,16 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(1000 * seed + length).choices(range(VOCAB - 1), k=length)
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_hybrid(tmp_path_factory.mktemp("hybrid"))
+@pytest.fixture(scope="module", params=["linear", "rolling"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    make = make_tiny_hybrid if request.param == "linear" else make_tiny_windows
+    directory = make(tmp_path_factory.mktemp(request.param))
+    return ModelSpec(path=str(directory), dtype="float32", rolling_buffer=request.param == "rolling")
 
 
 @pytest.fixture(scope="module")
-def expected(hybrid: Path) -> Expected:
-    return greedy(hybrid, NEW)
+def expected(model: ModelSpec) -> Expected:
+    return greedy(Path(model.path), NEW)
 
 
 class ToEngine:
@@ -89,7 +93,7 @@ class FromEngine:
         return held
 
 
-class HybridBench(Bench):
+class StateBench(Bench):
     """An engine, and a prefill group that prefills its prompts."""
 
     def __init__(self, engine: DecodeEngine, model: ModelSpec, stages: int) -> None:
@@ -165,19 +169,18 @@ class HybridBench(Bench):
 
 
 @pytest.fixture
-async def served(hybrid: Path) -> AsyncIterator[Callable[..., Any]]:
+async def served(model: ModelSpec) -> AsyncIterator[Callable[..., Any]]:
     """`await served(stages=…, looks_ahead=…, key=value…)` starts both with this DecodeConfig. At the end
     every page and every slot must be free."""
-    made: list[HybridBench] = []
-    model = ModelSpec(path=str(hybrid), dtype="float32")
+    made: list[StateBench] = []
 
-    async def start(stages: int = 1, looks_ahead: bool = False, **config: Any) -> HybridBench:
+    async def start(stages: int = 1, looks_ahead: bool = False, **config: Any) -> StateBench:
         defaults = {"cache_tokens": 8192, "page_selection": "full", "append_chunk_tokens": 48}
         chosen = DecodeConfig(**(defaults | {"stream_lease_s": 600.0, "state_slots": 40} | config))
-        engine = DecodeEngine("decode:test", whole_stack(hybrid), chosen, reader=InProcessReader)
+        engine = DecodeEngine("decode:test", load_model(model, "cpu"), chosen, reader=InProcessReader)
         engine._runner.asynchronous = looks_ahead
         await engine.start()
-        made.append(HybridBench(engine, model, stages))
+        made.append(StateBench(engine, model, stages))
         return made[-1]
 
     yield start
@@ -297,16 +300,19 @@ async def test_session_cannot_end_within_a_cached_prefix(served: Any) -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
-async def test_sparse_methods_apply_to_the_layers_with_attention(
-    served: Any, expected: Expected, share: float
+async def test_sparse_methods_apply_to_the_layers_with_pages(
+    model: ModelSpec, served: Any, expected: Expected, share: float
 ) -> None:
     run, ids = await served(2), prompt(700)
     await run.reserve("a", len(ids), NEW)
     method = method_spec("dpxa", {"share": share, "min_tokens": 0, "window": 1, "sink": 1})
     report = await run.deliver("a", ids, method=method)
-    assert {density.layer for density in report.density} == {*range(LAYERS)} - {*LINEAR_LAYERS}
+    densities = {density.layer: density.computed / density.causal for density in report.density}
+    full = {*range(LAYERS)} - {*LINEAR_LAYERS}
+    assert {*densities} == ({*range(LAYERS)} if model.rolling_buffer else full)
     answer = await run.collect(GenerateJob(request_id="a", sampling=GREEDY))
-    assert (report.mean_density == 1.0) == (answer.ids == expected(ids)) == (share == 1.0)
+    exact = all(densities[layer] == 1.0 for layer in full)
+    assert exact == (answer.ids == expected(ids)) == (share == 1.0)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -359,8 +365,9 @@ async def test_state_that_does_not_fit_fails_its_request(served: Any) -> None:
     message = run.receiver.states[-1]
     for change, words in (
         ({"layers": (0, 1, 2, 3, 4, 5)}, "layers .3., which have none"),
-        ({"conv": message.conv[:, :1]}, "not"),
-        ({"recurrent": message.recurrent.astype("float64")}, "float64"),
+        ({"arrays": (message.arrays[0][:, :1], message.arrays[1])}, "not"),
+        ({"arrays": (message.arrays[0], message.arrays[1].astype("float64"))}, "float64"),
+        ({"arrays": message.arrays[:1]}, "2 arrays, and 1 came"),
     ):
         await run.reserve("bad", len(ids), NEW)
         wrong = HandedState(**{**vars(message), "request_id": "bad", **change})
@@ -418,10 +425,10 @@ async def test_cancelled_requests_free_their_slots_and_spoil_no_state(
     assert (await run.ask_session("q", session, question, GREEDY)).ids == expected(document + question)
 
 
-async def test_warm_up_leaves_answers_as_they_are(hybrid: Path, served: Any, expected: Expected) -> None:
+async def test_warm_up_leaves_answers_as_they_are(model: ModelSpec, served: Any, expected: Expected) -> None:
     run, ids = await served(warm_up=True), prompt(200)
     config = PrefillConfig(chunk_tokens=CHUNK, cache_tokens=4096, warm_up=("dense", "dpxa"))
-    group = local_controller(ModelSpec(path=str(hybrid), dtype="float32"), config, run.receiver)
+    group = local_controller(model, config, run.receiver)
     await run.group.stop()
     run.group = group
     assert (await run.ask("first", ids, GREEDY)).ids == expected(ids)
