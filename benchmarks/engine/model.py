@@ -87,6 +87,17 @@ _GEMMA_12B = replace(
     window_layers=tuple(layer for layer in range(48) if (layer + 1) % 6),
     window_rope=RopeConfig(1e4),
 )
+_GEMMA_27B = replace(
+    _GEMMA_12B,
+    layers=62,
+    hidden=5376,
+    intermediate=21_504,
+    q_heads=32,
+    kv_heads=16,
+    head_dim=128,
+    embedding_scale=5376**0.5,
+    window_layers=tuple(layer for layer in range(62) if (layer + 1) % 6),
+)
 _QWEN_NEXT_16 = replace(
     _QWEN_32B,
     architecture="Qwen3NextForCausalLM",
@@ -119,11 +130,12 @@ SHAPES: Mapping[str, ModelConfig] = {
     "30b-a3b": _QWEN_30B_A3B,
     "air-8": _GLM_AIR_8,
     "gemma-12b": _GEMMA_12B,
+    "gemma-27b": _GEMMA_27B,
     "next-16": _QWEN_NEXT_16,
     "tiny": replace(TINY, head_dim=64),
 }
-"""Model shapes by name. `32b` and `30b-a3b` are Qwen3's, `gemma-12b` is Gemma 3's, `air-8` has 8 of the 46
-layers of GLM-4.5-Air, `next-16` 16 of the 48 of Qwen3-Next-80B-A3B, `tiny` is for a CPU."""
+"""Model shapes by name. `32b` and `30b-a3b` are Qwen3's, `gemma-…` Gemma 3's, `air-8` has 8 of the 46 layers
+of GLM-4.5-Air, `next-16` 16 of the 48 of Qwen3-Next-80B-A3B, `tiny` is for a CPU."""
 
 _FP8_FILES = {
     "quant_method": "compressed-tensors",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import yaml
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.service.cli.size import GIB, RESERVE_GIB, rank_bytes, stage_bytes
 from deltafront.workers.model.directory.model_config import ModelConfig
-from deltafront.workers.settings import KVDtype
+from deltafront.workers.settings import DecodeConfig, KVDtype
 
 ANSWER_ROOM = 1024
 """Tokens that each prompt gets in addition to its length, for extensions and answers."""
@@ -128,9 +128,11 @@ class Setup:
 
     def fullest_gib(self, reserve_gib: float = RESERVE_GIB) -> float:
         """Return the GiB needed on the fullest GPU: weights, KV cache, and a reserve for each process."""
-        kind = self.more.get("model.quantisation")
-        stage = stage_bytes(self.shape, self.stages, self.prefill_tokens, "bfloat16", kind, self.kv_dtype)
-        decode = rank_bytes(self.shape, self.ranks, self.decode_tokens, "bfloat16", kind, self.kv_dtype)
+        how = "bfloat16", self.more.get("model.quantisation"), self.kv_dtype
+        shape = replace(self.shape, rolling_buffer=bool(self.more.get("model.rolling_buffer")))
+        slots = self.more.get("decode.state_slots", DecodeConfig.state_slots)
+        stage = stage_bytes(shape, self.stages, self.prefill_tokens, *how)
+        decode = rank_bytes(shape, self.ranks, self.decode_tokens, *how, slots)
         decode = 0 if self.decode_gpu == "none" else decode
         shared = self.decode_gpu in ("last", "mapped")
         most = stage + decode if self.decode_gpu == "last" else max(stage, decode)
