@@ -142,9 +142,11 @@ def _on_gpus(
 
 def _plan(demand: Demand, asked: bool) -> tuple[Demand, HostPlan]:
     """Plan for the whole context with a 16-bit KV cache, else with 8 bits, else for the longest context that
-    fits. asked: the caller requested this length, so a shorter context is an error."""
-    for kv_dtype in (None, "int8"):
-        tried = rolling(replace(demand, kv_dtype=_kv_dtype(kv_dtype)))
+    fits. If keys have biases, 8 bits are not tried (docs/experiments/0012). asked: the caller requested this
+    length, so a shorter context is an error."""
+    kinds: tuple[KVDtype | None, ...] = (None,) if demand.model.qkv_bias else (None, "int8")
+    for kv_dtype in kinds:
+        tried = rolling(replace(demand, kv_dtype=kv_dtype))
         if (found := best(tried)) is not None:
             return tried, found
     found = longest(tried)
@@ -155,12 +157,8 @@ def _plan(demand: Demand, asked: bool) -> tuple[Demand, HostPlan]:
     needed = f"; {more} such GPUs are enough" if more else ""
     raise ConfigError(
         f"{demand.tokens:,} tokens of this model do not fit {demand.gpus} × {demand.gpu_gib:.0f} GiB, "
-        f"with the KV cache in 8 bits{at_most}{needed}"
+        f"with the KV cache in {8 if tried.kv_dtype else 16} bits{at_most}{needed}"
     )
-
-
-def _kv_dtype(name: str | None) -> KVDtype | None:
-    return "int8" if name == "int8" else None
 
 
 def _described(gpus: Sequence[Gpu], demand: Demand, plan: HostPlan, free_gib: float) -> str:

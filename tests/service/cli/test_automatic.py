@@ -47,6 +47,15 @@ def test_uses_int8_kv_if_16_bits_do_not_fit() -> None:
     assert choice.content["model"]["max_position_embeddings"] == 524_288
 
 
+def test_biased_keys_keep_16_bits_and_a_shorter_context() -> None:
+    biased = replace(EIGHT, positions=524_288, qkv_bias=True)
+    choice = choose(biased, "here", machine(1), Wishes())
+    assert "kv_dtype" not in choice.content["decode"]
+    assert 131_072 < choice.content["model"]["max_position_embeddings"] < 524_288
+    with pytest.raises(ConfigError, match=r"do not fit .* with the KV cache in 16 bits"):
+        choose(biased, "here", machine(1), Wishes(max_model_len=524_288))
+
+
 def test_serves_and_prints_the_longest_context_that_fits() -> None:
     choice = choose(EIGHT, "here", machine(1, 33.0), Wishes())
     tokens = choice.content["model"]["max_position_embeddings"]
