@@ -53,6 +53,9 @@ SERVICERS = (
 
 log = logging.getLogger(__name__)
 
+NO_WAIT_FOR_REASONS = {"RAY_timeout_ms_task_wait_for_death_info": "0"}
+"""A door's call to a worker fails as soon as the connection does. Ray would first wait one to two seconds for
+the reason, at each call, until its control store knows that the worker is dead."""
 _HEALTH_PERIOD_S = 1.0
 """Seconds between Serve's health checks of a replica. A worker's replica then checks its actors
 (docs/operations.md)."""
@@ -289,6 +292,7 @@ def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application
     """Make the doors' deployment. Workers are bound to it so that Serve starts them."""
     door, directory = settings.door, str(scratch / f"deltafront-metrics-{secrets.token_hex(6)}")
     environment = {DIRECTORY_VARIABLE: directory, MESSAGE_SIZE_VARIABLE: str(door.max_message_bytes)}
+    environment |= NO_WAIT_FOR_REASONS
     options: dict[str, Any] = {"num_cpus": door.cpus, "runtime_env": {"env_vars": environment}}
     if door.node_labels:
         options["label_selector"] = dict(door.node_labels)

@@ -52,8 +52,9 @@ def test_a_killed_pod_loses_no_request(deployed: Deployed, group: str) -> None:
 
 
 def test_one_of_two_killed_decode_pods_loses_no_request(deployed: Deployed) -> None:
+    """A pod has 2 CPUs for Ray, so the second worker needs the second pod; Ray would pack smaller ones."""
     kube = deployed.kube
-    deployed.apply(decode={"workers": 2})
+    deployed.apply(decode={"workers": 2, "cpus": 1.2})
     decode_pods(deployed, 2)
     kube.until(lambda: len(ready_of(deployed, "decode")) == 2 and deployed.is_healthy(), "two decode workers")
     gone = kube.pods("decode")[0]["metadata"]["name"]
