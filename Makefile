@@ -81,12 +81,16 @@ image: dev
 	$(BIN)/pytest --image tests/deploy/test_image.py
 
 # A service on a real Kubernetes with KubeRay: $KUBECONFIG's cluster (CLUSTER_IMPORT: a command that loads an image
-# archive there), or one that the program $CLUSTER_UP makes. Skips where there is none. Builds the image once.
-# LONG=1 runs all of it three times, and prints medians of what is in CLUSTER_RESULT.
+# archive there), or one that the program $CLUSTER_UP makes. Skips where there is none. LONG=1 adds the slow tests
+# and runs all three times, with one image; it prints medians of what is in CLUSTER_RESULT.
+cluster-test: CLUSTER_TESTS ?= tests/deploy/cluster
 cluster-test: export CLUSTER_RESULT ?= $(if $(LONG),$(CURDIR)/build/cluster.jsonl)
+cluster-test: export CLUSTER_IMAGES ?= $(if $(LONG),$(CURDIR)/build/cluster-images)
 cluster-test: dev
-	mkdir -p build && rm -f build/cluster.jsonl
-	for run in 1 $(if $(LONG),2 3); do $(BIN)/pytest --cluster -s tests/deploy/cluster || exit 1; done
+	rm -rf build/cluster.jsonl build/cluster-images && mkdir -p build
+	for run in 1 $(if $(LONG),2 3); do \
+	  $(BIN)/pytest --cluster -s $(if $(LONG),,-m "not slow") $(CLUSTER_TESTS) || exit 1; done
+	rm -rf build/cluster-images
 
 check: dev
 	$(BIN)/ruff check .

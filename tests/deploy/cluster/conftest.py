@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import time
@@ -255,17 +256,20 @@ def archives(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], list[Path]]:
     """Return a function that returns archives of our image and of others' (Redis, Prometheus). They are built
-    unless $CLUSTER_IMAGES names them."""
+    unless the folder $CLUSTER_IMAGES has them, which keeps them."""
 
     def made() -> list[Path]:
-        if given := os.environ.get("CLUSTER_IMAGES"):
-            return [Path(one) for one in given.split(":")]
-        builder: Builder = request.getfixturevalue("image_builder")
-        built = {
-            IMAGE: builder_image,
-            REDIS: build_package(builder, "redis-server"),
-            PROMETHEUS: build_package(builder, "prometheus"),
-        }
-        return [builder.archive(image, name) for name, image in built.items()]
+        folder = Path(os.environ.get("CLUSTER_IMAGES") or tmp_path_factory.mktemp("archives"))
+        if not any(folder.glob("*.tar")):
+            builder: Builder = request.getfixturevalue("image_builder")
+            built = {
+                IMAGE: builder_image,
+                REDIS: build_package(builder, "redis-server"),
+                PROMETHEUS: build_package(builder, "prometheus"),
+            }
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, image in built.items():
+                shutil.move(builder.archive(image, name), folder)
+        return sorted(folder.glob("*.tar"))
 
     return made

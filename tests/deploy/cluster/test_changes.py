@@ -19,6 +19,7 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_changed_configuration_loses_no_request(deployed: Deployed, what: str) -> None:
     """The cluster stays, its replicas are replaced; afterwards the first configuration comes back."""

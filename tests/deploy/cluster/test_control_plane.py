@@ -13,6 +13,8 @@ import pytest
 
 from .conftest import Deployed
 
+pytestmark = pytest.mark.slow
+
 PIDS = os.environ.get("CLUSTER_PIDS")
 """A folder with the id of each process of the control plane, in a file of the process's name."""
 OUTAGE_S = 60.0

@@ -43,6 +43,7 @@ def test_draining_the_prefill_node_loses_no_request(deployed: Deployed) -> None:
     assert not load.lost
 
 
+@pytest.mark.slow
 def test_draining_the_ray_heads_node_loses_no_request(deployed: Deployed) -> None:
     node = node_of(deployed.kube, "headgroup")
     with deployed.load("node of the head drained") as load:

@@ -23,7 +23,9 @@ def test_guides_commands_lead_to_an_answer(applied: Deployed) -> None:
     assert load.requests and not load.lost
 
 
-@pytest.mark.parametrize("group", [*GROUPS, "redis"])
+@pytest.mark.parametrize(
+    "group", ["door", *(pytest.param(group, marks=pytest.mark.slow) for group in (*GROUPS[1:], "redis"))]
+)
 def test_a_deleted_pod_loses_no_request(deployed: Deployed, group: str) -> None:
     kube = deployed.kube
     (gone, *_) = kube.pods(group)
@@ -82,6 +84,7 @@ def uids(deployed: Deployed, group: str) -> set[str]:
     return {one["metadata"]["uid"] for one in deployed.kube.pods(group, living=False)}
 
 
+@pytest.mark.slow
 def test_api_server_exits_soon_after_its_last_answer(deployed: Deployed) -> None:
     """No other pod has room for its replica, so the door does not wait for one."""
     kube = deployed.kube

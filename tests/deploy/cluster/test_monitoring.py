@@ -156,6 +156,7 @@ def test_every_series_of_dashboards_and_alerts_is_scraped(
     assert {name for name in missing if not name.startswith(NOT_CONFIGURED)} == set()
 
 
+@pytest.mark.slow
 def test_a_total_outage_fires_and_ends(deployed: Deployed, prometheus: PrometheusPod) -> None:
     kube = deployed.kube
     prometheus.discover()

@@ -28,6 +28,7 @@ def upgrade(deployed: Deployed) -> None:
     deployed.kube.until(lambda: active(deployed) != before, "the second cluster serves")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROWING)
 def test_load_adds_a_pod_that_leaves_later(deployed: Deployed, group: str) -> None:
     """Only `serveConfigV2` changes. When it changes back, the second pod becomes empty and leaves."""
@@ -45,6 +46,7 @@ def test_load_adds_a_pod_that_leaves_later(deployed: Deployed, group: str) -> No
     assert not load.lost
 
 
+@pytest.mark.slow
 def test_a_rollback_during_an_upgrade_loses_nothing(deployed: Deployed) -> None:
     """The upgrade adds the autoscaler or, after the test above, removes it: either is another cluster.
 

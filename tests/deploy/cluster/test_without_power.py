@@ -13,6 +13,7 @@ from .conftest import MAKER, Deployed, ready_of
 from .kube import Kube, group_of, is_ready
 from .test_faults import REPLACED
 
+pytestmark = pytest.mark.slow
 NODE = 1
 
 
