@@ -3,14 +3,17 @@ not."""
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from ..manifests import Object
 from .conftest import Deployed, active, ready_of
-from .kube import CLIENTS, NAMESPACE, RESTRICTED, STRANGERS, Kube, client_pod
+from .kube import CLIENTS, NAMESPACE, RESTRICTED, STRANGERS, Kube, client_pod, names
+from .test_faults import uids
 
 RAY = ("headgroup", "door", "prefill", "decode")
 PORTS = {
@@ -163,16 +166,30 @@ HTTP = {8080, 52365, 9464, 30000, 40000}
 """Ports of the same kind: metrics, the dashboard's agent, a door's metrics, and HAProxy's calls to it."""
 
 
-def test_with_tls_rays_ports_refuse_clients_without_a_certificate(deployed: Deployed) -> None:
-    """The change to TLS is an upgrade: a second cluster takes over."""
+def with_tls(deployed: Deployed) -> None:
+    """Change to TLS, unless the service has it. This is an upgrade: a second cluster takes over."""
     kube = deployed.kube
     if not kube.get("deployments", "-A", "-l", "app.kubernetes.io/name=cert-manager"):
         pytest.skip("cert-manager is not installed")
+    if certificates(deployed):
+        return
     before = active(deployed)
     with deployed.load("upgrade to tls") as load:
         deployed.apply("tls")
         kube.until(lambda: active(deployed) != before, "the cluster with TLS serves")
     assert not load.lost
+
+
+def certificates(deployed: Deployed) -> list[Object]:
+    """Return the certificates that the pods of the cluster that serves use, without the CA's."""
+    found = deployed.kube.get("certificates", "-l", f"ray.io/cluster={active(deployed)}")
+    return [one for one in found if not one["spec"].get("isCA")]
+
+
+@pytest.mark.slow
+def test_with_tls_rays_ports_refuse_clients_without_a_certificate(deployed: Deployed) -> None:
+    with_tls(deployed)
+    kube = deployed.kube
     of_cluster = {group: ready_of(deployed, group)[0] for group in RAY}
     (asker, *_) = ready_of(deployed, "door")
     wrong = []
@@ -187,6 +204,46 @@ def test_with_tls_rays_ports_refuse_clients_without_a_certificate(deployed: Depl
             if how and not (how == "plain" and plain):
                 wrong.append(f"{group} {port}: {how}, {process}")
     assert not wrong, wrong
+
+
+ISSUING = {"type": "Issuing", "status": "True", "reason": "ManuallyTriggered", "message": "a test renews it"}
+"""The condition by which cert-manager's own tool has a certificate renewed."""
+
+
+@pytest.mark.slow
+def test_renewed_certificates_need_no_restart_at_once(deployed: Deployed) -> None:
+    """Ray's processes read certificates when they start. Running ones keep the old, a new pod has the new."""
+    with_tls(deployed)
+    deployed.wait_until_whole()
+    kube, cluster = deployed.kube, active(deployed)
+    kept = {group: uids(deployed, group) for group in RAY if group != "decode"}
+    gone = kube.pods("decode")[0]["metadata"]["name"]
+    with deployed.load("certificates renewed, then the decode pod killed") as load:
+        renew(deployed)
+        kube("-n", NAMESPACE, "delete", "pod", gone, "--force", "--grace-period=0")
+        kube.until(lambda: gone not in names(ready_of(deployed, "decode")), f"{gone} is gone")
+        kube.until(lambda: ready_of(deployed, "decode") and deployed.is_healthy(), "another decode pod")
+    assert not load.lost and active(deployed) == cluster
+    assert kept == {group: uids(deployed, group) for group in kept}, "nothing else has started again"
+
+
+def renew(deployed: Deployed) -> None:
+    """Have cert-manager issue new certificates, and wait until they are there."""
+    kube = deployed.kube
+    issued = {one["metadata"]["name"]: one["status"]["revision"] for one in certificates(deployed)}
+    since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    value = ISSUING | {"lastTransitionTime": since}
+    patch = json.dumps([{"op": "add", "path": "/status/conditions/-", "value": value}])
+    for name in issued:
+        kube(
+            "-n", NAMESPACE, "patch", "certificate", name, "--subresource=status", "--type=json", "-p", patch
+        )
+    kube.until(
+        lambda: all(
+            one["status"]["revision"] > issued[one["metadata"]["name"]] for one in certificates(deployed)
+        ),
+        "renewed certificates",
+    )
 
 
 def inside(kube: Kube, pod: str, script: str, *arguments: object) -> Any:
