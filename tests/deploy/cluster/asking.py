@@ -2,7 +2,7 @@
 of JSON for each request.
 
 A request is lost if it ends with an error after the client's own retries. Its pause is the longest time
-between two of its events.
+between two of its events; `paused_at` is the pause's end.
 """
 
 import itertools
@@ -22,16 +22,19 @@ TIMEOUT_S = 600.0
 
 def ask(client: DeltafrontClient, kind: str, number: int) -> None:
     began = last = time.monotonic()
-    pause, error, done = 0.0, "it ended without a result", False
+    pause, paused_at, error, done = 0.0, time.time(), "it ended without a result", False
     prompt = PROMPTS[kind] if kind == "chat" else f"{number} {PROMPTS[kind]}"
     try:
         for event in client.generate(prompt, max_tokens=12, ignore_eos=True, timeout_s=TIMEOUT_S):
             now = time.monotonic()
-            pause, last = max(pause, now - last), now
+            if now - last > pause:
+                pause, paused_at = now - last, time.time()
+            last = now
             done = isinstance(event, GenerateFinished)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    line = {"kind": kind, "at": time.time(), "s": time.monotonic() - began, "pause": pause}
+    line = {"kind": kind, "at": time.time(), "s": time.monotonic() - began}
+    line |= {"pause": pause, "paused_at": paused_at}
     print(json.dumps(line | ({} if done else {"error": error})), flush=True)
 
 

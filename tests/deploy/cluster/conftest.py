@@ -98,11 +98,13 @@ def kube(request: pytest.FixtureRequest) -> Iterator[Kube]:
 
 @dataclass
 class Load:
-    """A record of clients' requests. lost: errors; pause: the longest time between two events, s."""
+    """A record of clients' requests. lost: errors; pause: the longest time between two events, s; until: its
+    end, s after the fault. A late pause is the start of a replacement, which takes CPU from what serves."""
 
     requests: int = 0
     lost: tuple[str, ...] = ()
     pause: float = 0.0
+    until: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Deployed:
         command = ("python", "-c", ASKING.read_text(), "deltafront.deltafront:9000")
         kube.apply(client_pod(name, CLIENTS, *command, token=kube.token()))
         kube.until(lambda: len(lines()) >= 2, "a first answer to each client")
+        began = time.time()
         try:
             yield load
             seen = len(lines())
@@ -170,18 +173,20 @@ class Deployed:
             asked = [json.loads(line) for line in lines() if line.startswith("{")]
             load.requests = len(asked)
             load.lost = tuple(one["error"] for one in asked if "error" in one)
-            load.pause = max((one["pause"] for one in asked), default=0.0)
+            longest = max(asked, key=lambda one: one["pause"], default={"pause": 0.0, "paused_at": began})
+            load.pause, load.until = longest["pause"], longest["paused_at"] - began
             usual = sorted(one["pause"] for one in asked)[len(asked) // 2] if asked else 0.0
             print(
                 f"\n{what}: {load.requests} requests, {len(load.lost)} lost, "
-                f"longest pause {load.pause:.1f} s (median {usual:.1f} s)"
+                f"longest pause {load.pause:.1f} s, until {load.until:.0f} s (median {usual:.1f} s)"
             )
             record(what, load, usual)
             kube("-n", CLIENTS, "delete", "pod", name, "--wait=false", check=False)
 
 
 def record(what: str, load: Load, usual: float) -> None:
-    pauses = {"longest_pause_s": round(load.pause, 2), "median_pause_s": round(usual, 2)}
+    pauses = {"longest_pause_s": round(load.pause, 2), "pause_until_s": round(load.until)}
+    pauses["median_pause_s"] = round(usual, 2)
     recorded({"fault": what, "requests": load.requests, "lost": len(load.lost)} | pauses)
 
 
