@@ -1,4 +1,4 @@
-"""A door's calls to a worker whose node has died fail at once, although Ray's control store does not know it."""
+"""A door's calls to a dead node's worker fail at once, although Ray's control store does not know it."""
 
 from __future__ import annotations
 
