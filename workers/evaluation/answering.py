@@ -65,11 +65,14 @@ class Together:
         at most `tokens` tokens. Returns a list of answers per setting.
 
         Args:
-            settings: Settings of one method, numbers of blocks ascending. Method `dense` recomputes none.
+            settings: Settings of one method and one `kv_dtype`, numbers of blocks ascending. Method `dense`
+                recomputes none.
             samples: At most `places` samples.
             told: The token ids of dense attention's answers, whose probability is measured. None: those of
                 the setting `dense` if it comes first, else each setting measures its own answers.
         """
+        for reader in self._readers:
+            reader.kv_dtype = settings[0].kv_dtype
         read = [
             self._timed(partial(reader.read, sample.ids, settings[0].method, chunk))
             for reader, sample in zip(self._readers, samples, strict=False)
@@ -84,7 +87,7 @@ class Together:
                 ]
                 prefill_B = [reading.density for reading, _ in read]
                 steps = self._attend
-                if setting.delta:
+                if setting.delta and setting.kv_dtype is None:
                     kv = (x_LBGSD[:, : len(read)] for x_LBGSD in (self._k_LBGSD, self._v_LBGSD))
                     steps = PagedSteps(self._stack, delta_config(setting.delta), *kv).attend
                 made.append(self._answered(ends, prefill_B, samples, tokens, decode, told, steps))
@@ -213,11 +216,11 @@ class Together:
         back_B11S = (
             positions_B[:, None] - torch.arange(longest, device=positions_B.device)[None]
         )[:, None, None]  # fmt: skip
-        unseen_B11S, windows = back_B11S < 0, self._stack.config.windows
+        unseen_B11S, windows, kept = back_B11S < 0, self._stack.config.windows, self._readers[0].kept
 
         def attend(layer: int, q_BHD: torch.Tensor, k_BGD: torch.Tensor, v_BGD: torch.Tensor) -> torch.Tensor:
-            self._k_LBGSD[layer, place_B, :, positions_B] = k_BGD
-            self._v_LBGSD[layer, place_B, :, positions_B] = v_BGD
+            self._k_LBGSD[layer, place_B, :, positions_B] = kept(k_BGD)
+            self._v_LBGSD[layer, place_B, :, positions_B] = kept(v_BGD)
             k_BGSD, v_BGSD = (x[layer, :batch, :, :longest] for x in (self._k_LBGSD, self._v_LBGSD))
             q_BGJD = q_BHD.view(batch, k_BGD.shape[1], -1, q_BHD.shape[2])
             logits_BGJS = (q_BGJD @ k_BGSD.transpose(2, 3)).float() * q_BHD.shape[2] ** -0.5

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from deltafront.kernels.methods import MethodSpec, method_spec
-from deltafront.workers.settings import DecodeConfig
+from deltafront.workers.settings import DecodeConfig, KVDtype
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Setting:
     """An attention method with options, and the number of blocks to recompute densely for the question. With
     0 blocks, the prompt's end is not prefilled again either.
 
-    delta: DELTA's page selection in decode, `delta_config`'s argument. Empty: decode attends to all pages.
+    delta: DELTA's page selection in decode, or the KV cache's format: `delta_config`'s argument. Empty:
+        decode attends to all pages, in the model's dtype.
     """
 
     method: str
@@ -34,14 +35,20 @@ class Setting:
             delta_config(delta)
         return cls(method, int(blocks or 0), delta)
 
+    @property
+    def kv_dtype(self) -> KVDtype | None:
+        return delta_config(self.delta).kv_dtype if self.delta else None
+
     def __str__(self) -> str:
         prefill = f"{self.method}@{self.blocks}" if self.blocks else self.method
         return f"{prefill}/{self.delta}" if self.delta else prefill
 
 
 def delta_config(given: str) -> DecodeConfig:
-    """Parse `delta_layers=2+14,page_budget=64`: keys of the configuration's section `decode`, lists with `+`
-    between numbers. Raises ValueError."""
+    """Parse `delta_layers=2+14,page_budget=64` or `kv_dtype=int8`: keys of the configuration's section
+    `decode`, lists with `+` between numbers. Raises ValueError."""
+    if given == "kv_dtype=int8":
+        return DecodeConfig(kv_dtype="int8")
     keys: dict[str, object] = {}
     for key, _, value in (pair.partition("=") for pair in given.split(",")):
         numbers, several = value.split("+"), key.endswith("_layers")
@@ -49,7 +56,7 @@ def delta_config(given: str) -> DecodeConfig:
         if not right or not all(map(str.isdecimal, numbers)) or (len(numbers) > 1 and not several):
             raise ValueError(
                 f"no page selection {given!r}: use delta_layers=NUMBER+NUMBER, full_layers=NUMBER+NUMBER, "
-                "page_budget=NUMBER or recency=NUMBER, with commas between them"
+                "page_budget=NUMBER or recency=NUMBER, with commas between them, or kv_dtype=int8 alone"
             )
         keys[key] = [*map(int, numbers)] if several else int(value)
     config = TypeAdapter(DecodeConfig).validate_python(keys)

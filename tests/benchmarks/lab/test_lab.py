@@ -107,6 +107,22 @@ def test_measures_log_probability_of_dense_attentions_answer(stack: LayerStack) 
     assert row.logp == sparse.logp - dense.logp and row.same == (sparse.said == dense.said)
 
 
+def test_int8_rounds_keys_and_values_in_prefill_and_decode(stack: LayerStack) -> None:
+    setting, ids = Setting.parse("dense/kv_dtype=int8"), ids_of(700)
+    together, reader = Together(stack, 1, 720), Reader(stack, 720, kv_dtype="int8")
+    ((dense,),) = together.answers([Setting("dense")], [sample(ids)], 256, 9, decode)
+    ((rounded,),) = together.answers([setting], [sample(ids)], 256, 9, decode, [dense.ids])
+    with torch.inference_mode():
+        hidden_1C, expected = reader.read(ids, "dense", 256).tail_TC, list[float]()
+        for token in dense.ids:
+            expected.append(float(stack.logits(hidden_1C)[0].log_softmax(-1)[token]))
+            hidden_1C = reader.append([token])
+    assert rounded.logp == pytest.approx(fmean(expected), abs=1e-4)
+    assert abs(rounded.logp - dense.logp) > 1e-3
+    ((again,),) = together.answers([Setting("dense")], [sample(ids)], 256, 9, decode)
+    assert again.ids == dense.ids and again.logp == dense.logp
+
+
 @pytest.mark.parametrize("blocks", [0, 9])
 def test_question_on_a_session_is_prefilled_densely(stack: LayerStack, blocks: int) -> None:
     """With every block recomputed, as after dense prefill of all; the last block is sparse otherwise."""
