@@ -27,7 +27,7 @@ def lab_parser(description: str | None, tasks: Sequence[str], chunk: int) -> arg
     add = parser.add_argument
     add("--model", required=True, help="a directory, hub id or GGUF file, as for `serve`")
     scaling = "factor=4,original_max_position_embeddings=32768"
-    add("--rope-scaling", type=told(_rope_scaling), metavar=scaling, help="YaRN, as model.rope_scaling")
+    add("--rope-scaling", type=told(rope_scaling_of), metavar=scaling, help="YaRN, as model.rope_scaling")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=Path, nargs="+", default=[], help="what facts are hidden in")
     source.add_argument("--prompts", type=Path, help="JSONL of prompt and answers")
@@ -74,7 +74,7 @@ def recorded(arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _rope_scaling(given: str) -> RopeScaling:
+def rope_scaling_of(given: str) -> RopeScaling:
     return TypeAdapter(RopeScaling).validate_python(split_method(f"yarn:{given}")[1])
 
 

@@ -10,18 +10,29 @@ import pytest
 import torch
 
 from deltafront.benchmarks.lab.__main__ import main
+from deltafront.benchmarks.lab.arguments import rope_scaling_of
 from deltafront.benchmarks.lab.delta_forms import attended, changes, seen_keys
 from deltafront.benchmarks.lab.delta_forms import main as forms
 from deltafront.benchmarks.lab.samples import in_turn, ruler_prompts
 from deltafront.benchmarks.reader import load_tokenizer
+from deltafront.kernels.methods import method_spec
 from deltafront.tests.numerics import random_input
 from deltafront.tests.service.inprocess import VOCABULARY, write_tokenizer
-from deltafront.tests.workers.tiny_model import make_tiny_model
+from deltafront.tests.workers.tiny_model import HEADS, LAYERS, make_tiny_model
 from deltafront.workers.evaluation.prompts import read_prompts
+from deltafront.workers.model.calibrated.profile import (
+    Level,
+    MethodLevels,
+    Profile,
+    ProfiledModel,
+    shaping_options,
+)
+from deltafront.workers.model.directory.digest import model_digest
+from deltafront.workers.settings import ModelSpec
 
 SPARSE = "streaming:min_tokens=0,window=128"
 PAGED = "dense/delta_layers=2,page_budget=10"
-YARN = "factor=2,original_max_position_embeddings=512"
+YARN = "factor=4,original_max_position_embeddings=512"
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +115,9 @@ def test_a_stopped_run_continues_without_repeating_answers(
     assert [row["samples"] for row in whole["rows"]] == [3, 3, 3]
     assert list(whole["rows"][0]["by_task"]) == ["a", "b"]
     lines = answers.read_text().splitlines(keepends=True)
-    kept = "".join(lines[:8])  # the run's description, three samples with dense prefill and one
+    kept = "".join(lines[:8])  # the run's description, two samples with all settings and one with one
     answers.write_text(kept + lines[8][:40])
-    again = run(model, prompts, result, f"{SPARSE}@1", SPARSE)
+    again = run(model, prompts, result, f"{SPARSE}@1", SPARSE, PAGED)
     assert again["pages_read"] == whole["pages_read"] == {PAGED: (3 * 40 + 2 * 10) / (5 * 40)}
     assert untimed(again["rows"])[:3] == untimed(whole["rows"])
     assert again["rows"][3]["setting"] == f"{SPARSE}@1" and again["rows"][3]["samples"] == 3
@@ -114,12 +125,48 @@ def test_a_stopped_run_continues_without_repeating_answers(
     assert len(answers.read_text().splitlines()) == 1 + 4 * 3
 
 
+def profile_of(model: Path, thresholds: float, density: float) -> Profile:
+    """Return a profile with one level of `dpxa`, in which all heads have the same threshold."""
+    spec = ModelSpec(path=str(model), rope_scaling=rope_scaling_of(YARN))
+    level = Level(density=density, tokens=700, share=density, amounts=((thresholds,) * HEADS,) * LAYERS)
+    options = shaping_options(method_spec("dpxa", {"window": 1}))
+    return Profile(
+        format=1,
+        model=ProfiledModel(name="tiny", digest=model_digest(spec)),
+        texts=(),
+        prefill=(MethodLevels(method="dpxa", options=options, levels=(level,)),),
+    )
+
+
+def test_levels_of_a_profile_hold_with_the_delta_correction(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A level with one threshold for all heads is the rule `tau` outside sink and window."""
+    profile, result = tmp_path / "profile.json", tmp_path / "lab.json"
+    prompts.write_text(prompts.read_text().replace("text. ", "text of some letters. "))
+    profile_of(model, 0.2, 0.3).write(profile)
+    common = "window=1,min_tokens=0,gamma=1024"
+    level, tau = (f"dpxa+delta:{rule},{common}" for rule in ("density=0.3", "tau=0.2,outside=1"))
+    found = run(model, prompts, result, level, tau, "--profile", str(profile))
+    rows = {row["setting"]: row for row in found["rows"]}
+    assert rows[level]["prefill"] == rows[tau]["prefill"] < 1
+    assert rows[level]["logps"] == rows[tau]["logps"] != [0, 0, 0]
+    with pytest.raises(SystemExit, match=r"density = 0\.4: the model's profile has 0\.3 for dpxa"):
+        run(model, prompts, result, level.replace("0.3", "0.4"), "--profile", str(profile))
+    with pytest.raises(SystemExit, match="the model has no profile"):
+        run(model, prompts, result, level)
+    profile_of(model, 0.5, 0.3).write(profile)
+    with pytest.raises(SystemExit, match="has another run's answers: profile is"):
+        run(model, prompts, result, level, "--profile", str(profile))
+    del capsys
+
+
 def test_results_record_yarn_and_the_chat_template(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = run(model, prompts, tmp_path / "plain.json", SPARSE)
     chat = run(model, prompts, tmp_path / "chat.json", SPARSE, "--chat")
-    assert plain["rope_scaling"]["factor"] == 2 and not plain["chat"] and chat["chat"]
+    assert plain["rope_scaling"]["factor"] == 4 and not plain["chat"] and chat["chat"]
     assert chat["rows"][0]["logps"] == plain["rows"][0]["logps"] == [0, 0, 0]
     with pytest.raises(SystemExit, match=r"chat.answers.jsonl has another run's answers: chat is True there"):
         run(model, prompts, tmp_path / "chat.json", SPARSE)
