@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from deltafront.kernels.attention.sinks import with_sinks
 from deltafront.workers.evaluation.comparison import TOLD, MeasuredAnswer
-from deltafront.workers.evaluation.paged import PagedSteps
+from deltafront.workers.evaluation.paged import PagedSteps, delta_plan
 from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
 from deltafront.workers.evaluation.reader import Reader, Reading
 from deltafront.workers.evaluation.setting import Setting, delta_config, parse_method
@@ -89,7 +89,8 @@ class Together:
                 steps = self._attend
                 if setting.delta and setting.kv_dtype is None:
                     kv = (x_LBGSD[:, : len(read)] for x_LBGSD in (self._k_LBGSD, self._v_LBGSD))
-                    steps = PagedSteps(self._stack, delta_config(setting.delta), *kv).attend
+                    plan = delta_plan(self._stack, delta_config(setting.delta))
+                    steps = PagedSteps(self._stack, plan, *kv).attend
                 made.append(self._answered(ends, prefill_B, samples, tokens, decode, told, steps))
             if setting == Setting("dense"):
                 told = told or [answer.ids for answer in made[-1]]

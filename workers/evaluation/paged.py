@@ -36,10 +36,10 @@ class PagedSteps:
     """
 
     def __init__(
-        self, stack: LayerStack, config: DecodeConfig, k_LBGSD: torch.Tensor, v_LBGSD: torch.Tensor
+        self, stack: LayerStack, plan: LayerPlan, k_LBGSD: torch.Tensor, v_LBGSD: torch.Tensor
     ) -> None:
         layers, batch, heads, room, dim = k_LBGSD.shape
-        self._plan, self._sinks = delta_plan(stack, config), stack.sinks
+        self._plan, self._sinks = plan, stack.sinks
         self._pages, self._scale = pages_for(room), dim**-0.5
         pages = batch * self._pages
         self._cache = PagedKVCache(range(layers), heads, dim, pages, stack.dtype, stack.device)
