@@ -55,7 +55,8 @@ DenseLayers = Annotated[
 ]
 ServingBudget = Annotated[int | None, typer.Option(help="page_budget in the profile (default: --budget).")]
 Tokens = Annotated[
-    int | None, typer.Option(help="Tokens of each text for choosing Δ-layers (default: four times --budget).")
+    int | None,
+    typer.Option(help="Tokens of a text for choosing Δ-layers (default: four --budget, and the questions)."),
 ]
 Questions = Annotated[
     int, typer.Option(help="Number of facts to hide in each text and ask for; 0: only prose.")
@@ -95,7 +96,9 @@ def calibrate_command(
     rope_theta: Annotated[float | None, typer.Option(help="model.rope_theta.")] = None,
     rope_scaling: Annotated[list[str], typer.Option(help="NAME=NUMBER of model.rope_scaling.")] = [],  # noqa: B006
     positions: Annotated[int | None, typer.Option(help="model.max_position_embeddings.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16 (default: bfloat16, on a CPU float32).")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     profile: Annotated[
         Path | None, typer.Option(help="Write a profile to this file (model.profile).")
@@ -112,7 +115,8 @@ def calibrate_command(
         rope: dict[str, Any] = {"rope_theta": rope_theta, "max_position_embeddings": positions}
         if rope_scaling:
             rope["rope_scaling"] = TypeAdapter(RopeScaling).validate_python(read_options(rope_scaling))
-        spec = ModelSpec(path=path, adapter=adapter, dtype=cast(Dtype, dtype), profile=old, **rope)
+        kind = cast(Dtype, dtype or ("float32" if device == "cpu" else "bfloat16"))
+        spec = ModelSpec(path=path, adapter=adapter, dtype=kind, profile=old, **rope)
         new = load_profile(spec)
         attention = method_spec(method, read_options(option))
         contents = {file: read_text(file) for file in text}
@@ -246,11 +250,12 @@ class _Documents:
 
         Args:
             budget: Page budget K.
-            tokens: Tokens of a document; by default four times the budget.
+            tokens: Tokens of a document, questions included; by default four times the budget, and room for
+                the questions.
         """
         from deltafront.workers.calibration.delta_layers import shortest_text
 
-        most = tokens or 4 * budget * PAGE_TOKENS
+        most = tokens or 4 * budget * PAGE_TOKENS + self._questions * ANSWER_TOKENS
         if not self._questions:
             least = shortest_text(budget)
             return [Document(self._encode(file, most, least), []) for file in self._contents]

@@ -14,6 +14,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
+from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.service.cli.calibrate import calibrate_command
 from deltafront.workers.calibration.delta_layers import calibrate
 from deltafront.workers.calibration.probes import Document
@@ -148,6 +149,14 @@ def test_layer_search_minimises_the_divergence_of_answers(model: Path, tmp_path:
     assert "Reading 4 texts" in done.stderr, "needles in the text, needles alone, several values, chains"
     failed = run(model, "--text", tmp_path / "one.txt", *options[:-4], "--full-layer", 0, "--dense-layers", 3)
     assert failed.exit_code == 1 and "needs questions" in failed.stderr
+
+
+def test_questions_do_not_take_the_tokens_of_the_text(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(PROSE.replace("call", ". Call"))
+    options = ("--budget", 6, "--recency", 2, "--layers", 2, "--questions", 4, "--json")
+    done = run(model, "--text", tmp_path / "one.txt", *options)
+    assert done.exit_code == 0, done.stderr
+    assert f"Reading 4 texts of up to {4 * 6 * PAGE_TOKENS} tokens" in done.stderr
 
 
 def test_calibrate_add_keeps_the_rest_of_the_profile(model: Path, tmp_path: Path) -> None:
