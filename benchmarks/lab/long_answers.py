@@ -96,28 +96,10 @@ class Batch:
         return Decoded(*made, (time.monotonic() - begun) / self._tokens)
 
     def _step(self, plan: LayerPlan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return a decode step, as a CUDA graph on a GPU. Its result is overwritten by the next step."""
         stack, pages = self._stack, PagedSteps(self._stack, plan, self._k_LBGSD, self._v_LBGSD)
-
-        def step(token_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-            return stack.forward(stack.embed(token_B), positions_B, pages.attend(positions_B))
-
-        if stack.device.type != "cuda":
-            return step
-        token_B, positions_B = torch.zeros_like(self._lengths_B), self._lengths_B.clone()
-        step(token_B, positions_B)  # compiles the kernels
-        torch.cuda.synchronize(stack.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            hidden_BC = step(token_B, positions_B)
-
-        def replayed(token: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            token_B.copy_(token)
-            positions_B.copy_(positions)
-            graph.replay()
-            return hidden_BC
-
-        return replayed
+        return lambda token_B, positions_B: stack.forward(
+            stack.embed(token_B), positions_B, pages.attend(positions_B)
+        )
 
 
 def fresh(answer: Sequence[int]) -> list[bool]:
