@@ -10,6 +10,7 @@ Shape suffixes also: I quotas, R rows of a query block; N, M query and key block
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -88,6 +89,12 @@ def layer_curve(
         error_HI += ((error_IHRD @ gram_HDD) * error_IHRD).sum((2, 3)).T
         total += torch.einsum("hrd,hcd->rc", out_HRD, output_HCD).square().sum()
     return density_HI.float(), error_HI / total
+
+
+def forced_density(tokens: int, rule: Rule) -> float:
+    """Return the density of a text's forced tiles: that of quota 0, for every head."""
+    forced = rule.sink_blocks + rule.window_blocks
+    return fmean(min(1.0, forced / (block + 1)) for block in sampled_blocks(-(-tokens // BLOCK)))
 
 
 def sampled_blocks(count: int) -> list[int]:

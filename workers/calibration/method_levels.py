@@ -2,6 +2,7 @@
 quota for each mean density."""
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -10,9 +11,10 @@ from deltafront.kernels.build import build, options_for, part_of, runs_a_block
 from deltafront.kernels.interface import AttentionInput, TileCounts
 from deltafront.kernels.methods import MethodSpec, method_spec, registered
 from deltafront.kernels.options import ScoredOptions
+from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
 from deltafront.workers.calibration.allocation import allocate
-from deltafront.workers.calibration.curves import Curves, curves
+from deltafront.workers.calibration.curves import Curves, curves, forced_density
 from deltafront.workers.calibration.dense_pass import embedded, read_densely, state_spec
 from deltafront.workers.calibration.probes import ANSWER_WEIGHT, Document
 from deltafront.workers.calibration.sensitivity import LayerCosts, layer_costs
@@ -52,13 +54,23 @@ def method_levels(
         profile: An earlier profile, whose lengths also count when the longest length is determined.
 
     Raises:
-        ValueError: The method does not rank tiles by a score, or cannot reach one of the densities.
+        ValueError: The method does not rank tiles by a score, or cannot reach one of the densities. Densities
+            below those of sink and window are refused before the first measurement.
     """
     require_thresholds(method)
     shaping = shaping_options(method)
     costed = method_spec(method.name, {**shaping, "outside": True, "tau": COSTED_AT, "min_tokens": 0})
     old = [] if profile is None else levels_of(profile, method)
     levels = []
+    targets = {
+        (tokens, density): _target(
+            density, tokens, [*probes, *(a.tokens for a in old if a.density == density)]
+        )
+        for tokens in probes
+        for density in densities
+    }
+    if allocation == "marginal":
+        _refuse_too_sparse(targets, probes, selector_of(costed).rule)
     for tokens, documents in sorted(probes.items()):
         measured, costs = [], []
         for number, document in enumerate(documents, 1):
@@ -68,8 +80,7 @@ def method_levels(
             tell(f"{which}: costs of layers")
             costs.append(layer_costs(stack, document, build(costed)))
         for density in densities:
-            longest = max([*probes, *(level.tokens for level in old if level.density == density)])
-            target = min(1.0, density * (longest / tokens) ** GROWTH)
+            target = targets[tokens, density]
             tell(f"{tokens} tokens: thresholds for a density of {target:.3f}")
             thresholds = placed(head_thresholds(measured, costs, target, allocation, answer_weight), stack)
             really = realised(stack, documents, costed, thresholds)
@@ -78,6 +89,22 @@ def method_levels(
             thresholds = placed(fewer, stack)
             levels.append(Level(density=density, tokens=tokens, share=round(target, 4), amounts=thresholds))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
+
+
+def _target(density: float, tokens: int, lengths: Sequence[int]) -> float:
+    return min(1.0, density * (max(lengths) / tokens) ** GROWTH)
+
+
+def _refuse_too_sparse(
+    targets: Mapping[tuple[int, float], float], probes: Mapping[int, Sequence[Document]], rule: Rule
+) -> None:
+    for (tokens, density), target in targets.items():
+        least = fmean(forced_density(len(document.ids), rule) for document in probes[tokens])
+        if target < least:
+            raise ValueError(
+                f"a mean density of {density:g} cannot be had: at {tokens} tokens sink and window alone take "
+                f"{least:.4f}"
+            )
 
 
 def placed(thresholds: Sequence[tuple[float, ...]], stack: LayerStack) -> tuple[tuple[float, ...], ...]:

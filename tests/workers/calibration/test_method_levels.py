@@ -9,8 +9,8 @@ import torch
 
 from deltafront.kernels.methods import method_spec
 from deltafront.workers.calibration import method_levels as levels
-from deltafront.workers.calibration.curves import QUOTAS, Curves
-from deltafront.workers.calibration.method_levels import head_thresholds, method_levels
+from deltafront.workers.calibration.curves import QUOTAS, Curves, curves, forced_density
+from deltafront.workers.calibration.method_levels import head_thresholds, method_levels, selector_of
 from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.calibration.sensitivity import LayerCosts
 from deltafront.workers.calibration.thresholds import ADJUSTMENTS, FACTOR, START
@@ -102,6 +102,18 @@ def test_level_that_exceeds_its_density_falls_back_to_sink_and_window(
     monkeypatch.setattr(levels, "realised", lambda *_: 1.0)
     (found,) = method_levels(tiny_stack, {640: [made(1, 640)]}, POOLED, [0.75]).levels
     assert {threshold for row in found.thresholds for threshold in row} == {QUOTAS[0]}
+
+
+def test_refuses_too_sparse_a_level_before_it_measures(tiny_stack: LayerStack) -> None:
+    document, told = made(1, 640), list[str]()
+    selector = selector_of(POOLED)
+    least = curves(tiny_stack, document, selector).density_LHI[..., 0]
+    assert forced_density(640, selector.rule) == pytest.approx(float(least.max()))
+    assert forced_density(640, selector.rule) == pytest.approx(float(least.min()))
+    sparser = 0.99 * float(least.min())
+    with pytest.raises(ValueError, match="at 640 tokens sink and window alone take"):
+        method_levels(tiny_stack, {640: [document]}, POOLED, [0.9, sparser], tell=told.append)
+    assert not told
 
 
 def test_threshold_search_may_reach_the_smallest_threshold(
