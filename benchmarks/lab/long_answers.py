@@ -92,8 +92,8 @@ class Batch:
             logp.append(logp_BV.gather(1, token_B[:, None])[:, 0])
             best.append(best_B == token_B)
             hidden_BC = step(token_B, self._lengths_B + at)
-        made = [torch.stack(each, 1).cpu() for each in (ids, logp, best)]
-        return Decoded(*made, (time.monotonic() - begun) / self._tokens)
+        ids_BT, logp_BT, best_BT = (torch.stack(each, 1).cpu() for each in (ids, logp, best))
+        return Decoded(ids_BT, logp_BT, best_BT, (time.monotonic() - begun) / self._tokens)
 
     def _step(self, plan: LayerPlan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         stack, pages = self._stack, PagedSteps(self._stack, plan, self._k_LBGSD, self._v_LBGSD)
@@ -126,8 +126,8 @@ def row(setting: str, decoded: Decoded, dense: Decoded) -> dict[str, object]:
         "fresh_agreement": float(best_BT[fresh_BT].mean()),
         "fresh_logp": float(less_BT[fresh_BT].mean()),
         "by_position": {
-            "agreement": [float(part.mean()) for part in best_BT.split(PART, 1)],
-            "logp": [float(part.mean()) for part in less_BT.split(PART, 1)],
+            "agreement": [float(part.mean()) for part in torch.split(best_BT, PART, 1)],
+            "logp": [float(part.mean()) for part in torch.split(less_BT, PART, 1)],
         },
         "by_prompt": {"agreement": best_BT.mean(1).tolist(), "logp": less_BT.mean(1).tolist()},
         "seconds_a_step": decoded.seconds,
@@ -151,10 +151,10 @@ def main(given: Sequence[str] | None = None) -> int:
             )
             for first in range(0, len(samples), arguments.together)
         ]
-        whole = [
-            torch.cat([getattr(part, name) for part in parts]) for name in ("ids_BT", "logp_BT", "best_BT")
-        ]
-        made = row(str(setting), Decoded(*whole, parts[0].seconds), dense)
+        ids_BT = torch.cat([part.ids_BT for part in parts])
+        logp_BT = torch.cat([part.logp_BT for part in parts])
+        best_BT = torch.cat([part.best_BT for part in parts])
+        made = row(str(setting), Decoded(ids_BT, logp_BT, best_BT, parts[0].seconds), dense)
         rows.append({**made, "together": arguments.together, "pages_read": share_read(plan, longest)})
         print(json.dumps(rows[-1]), flush=True)
         run = {**recorded(arguments), "longest_prompt": longest - arguments.answer_tokens}

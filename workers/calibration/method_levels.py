@@ -92,7 +92,7 @@ def method_levels(
 
 
 def _target(density: float, tokens: int, lengths: Sequence[int]) -> float:
-    return min(1.0, density * (max(lengths) / tokens) ** GROWTH)
+    return min(1.0, density * float((max(lengths) / tokens) ** GROWTH))
 
 
 def _refuse_too_sparse(
