@@ -99,7 +99,7 @@ class StateArrival:
     """Records which states of one prompt have been written.
 
     Args:
-        layers: The linear-attention layers. Each stage sends the state of its own.
+        layers: The layers with a state. Each stage sends the state of its own.
         places: The numbers of tokens whose states the request needs. Others may come, too.
     """
 

@@ -180,7 +180,7 @@ class Prefix:
         exact: True if dense attention computed all of this KV.
         disk_tokens: Number of tokens, at the end of the hit, whose KV is only on disk.
         disk_s: Estimated seconds to load that KV from disk; 0: unknown.
-        has_state: True if the model has linear attention. Then the decode worker can continue the prefix only
+        has_state: True if the model's layers have states. Then the decode worker can continue the prefix only
             after exactly `tokens` tokens.
         group_tokens: With `has_state`: the tokens after which a group can continue, a multiple of BLOCK.
     """

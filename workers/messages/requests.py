@@ -207,8 +207,8 @@ class PrefillJob:
             decode worker.
         attempt: Number of earlier attempts.
         trace: The W3C `traceparent` of the parent span; empty: not traced.
-        state_places: Numbers of tokens after which the decode worker needs the state of linear-attention
-            layers, ascending.
+        state_places: Numbers of tokens after which the decode worker needs the state of layers that have one,
+            ascending.
     """
 
     request_id: str

@@ -19,7 +19,7 @@ class Lease:
 
     Attributes:
         token_ids: Little-endian uint32; empty if no block can be recomputed.
-        state: The slot of the state after its tokens; None if the model has no linear-attention layers.
+        state: The slot of the state after its tokens; None if the model's layers have none.
     """
 
     session_id: str

@@ -45,7 +45,7 @@ class RequestPages:
         own: Reserved pages that `divert` puts into the table for recomputed blocks.
         coming: Running copies from host memory into the table's pages, for any request.
         host_tokens: Number of tokens whose KV is copied from host memory for this request.
-        states: The request's state slots; None if the model has no linear-attention layers.
+        states: The request's state slots; None if the model's layers have none.
 
     Attributes:
         copy_out: Source and target (`spare`) of the copy for a session that this request makes. It is made
@@ -242,7 +242,7 @@ class PageManager:
 
     Args:
         positions: The model's maximum context length in tokens.
-        states: The slots of states; None if the model has no linear-attention layers.
+        states: The slots of states; None if the model's layers have none.
     """
 
     def __init__(
@@ -282,8 +282,8 @@ class PageManager:
         return self._take(reservation, held, total, waiting)
 
     def find(self, key: PromptKey) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """Find a prompt's longest cached prefix. If the model has linear-attention layers, it ends where
-        their state is cached, before the prompt's last token.
+        """Find a prompt's longest cached prefix. If the model's layers have states, it ends where
+        one is cached, before the prompt's last token.
 
         Returns:
             Its pages on the GPU, the slots of host memory with the KV after them, and whether all of it was

@@ -1,6 +1,6 @@
-"""The slots of a decode worker's states, for models with linear-attention layers.
+"""The slots of a decode worker's states, for models with linear attention or rolling buffers.
 
-Pages hold the KV of every token. A slot holds the state of all linear-attention layers after one token. A
+Pages hold the KV of every token. A slot holds the state of all layers that have one, after one token. A
 request changes its own state with every token, and copies of it stay at page boundaries, where a later prompt
 can continue. These copies have the names of the cached blocks that end there. Only the event loop's thread
 uses this module.
