@@ -128,11 +128,11 @@ class Setup:
 
     def fullest_gib(self, reserve_gib: float = RESERVE_GIB) -> float:
         """Return the GiB needed on the fullest GPU: weights, KV cache, and a reserve for each process."""
-        how = "bfloat16", self.more.get("model.quantisation"), self.kv_dtype
+        kind = self.more.get("model.quantisation")
         shape = replace(self.shape, rolling_buffer=bool(self.more.get("model.rolling_buffer")))
         slots = self.more.get("decode.state_slots", DecodeConfig.state_slots)
-        stage = stage_bytes(shape, self.stages, self.prefill_tokens, *how)
-        decode = rank_bytes(shape, self.ranks, self.decode_tokens, *how, slots)
+        stage = stage_bytes(shape, self.stages, self.prefill_tokens, "bfloat16", kind, self.kv_dtype)
+        decode = rank_bytes(shape, self.ranks, self.decode_tokens, "bfloat16", kind, self.kv_dtype, slots)
         decode = 0 if self.decode_gpu == "none" else decode
         shared = self.decode_gpu in ("last", "mapped")
         most = stage + decode if self.decode_gpu == "last" else max(stage, decode)

@@ -77,10 +77,12 @@ def _applies(setting: Setting, tokens: int) -> bool:
 
 
 def _levels(profile: Profile | None) -> Iterator[str]:
+    """Yield each level of the profile with the correction and blocks that are best on real models
+    (docs/experiments/0012)."""
     for method in () if profile is None else profile.prefill:
         shaping = "".join(f"{key}={float(value):g}," for key, value in method.options.items())
         for density in sorted({level.density for level in method.levels}):
-            yield f"{method.method}:{shaping}density={density:g}@8"
+            yield f"{method.method}+delta:{shaping}density={density:g},gamma=64,spread=0.25@32"
 
 
 def endless_prompts(

@@ -165,7 +165,8 @@ def test_evaluates_the_given_or_else_the_default_settings(tmp_path: Path) -> Non
     assert [str(trial) for trial in given] == ["dpxa@8", "dpxa@8, session", "streaming", "streaming, session"]
     profile = Profile.read(write_profile(make_tiny_model(tmp_path / "model"), tmp_path / "profile.json"))
     first = trials([], "session", profile, 31_000)[0]
-    assert first.session and "density=" in first.setting.method and first.setting.blocks == 8
+    wanted = "xattention+delta:sink=1,window=1,stride=8,density=0.2,gamma=64,spread=0.25@32"
+    assert first.session and str(first.setting) == wanted
     with pytest.raises(ValueError, match="unknown attention method"):
         trials(["nope"], "prompt", None, 31_000)
 
