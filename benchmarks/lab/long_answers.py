@@ -4,7 +4,7 @@
         --settings dense dense/delta_layers=5+8+16,page_budget=512 --result FILE
 
 Dense attention over all pages answers all prompts greedily, as one batch; end tokens are never chosen. Each
-setting then decodes the same tokens (teacher-forced) with a decode worker's kernels. Compared are the share
+setting then decodes the same tokens (teacher-forced) with a decode worker's kernels. The result has the share
 of tokens that remain the most likely, and their log-probability, by position in the answer. The setting
 `dense` decodes again, with --together prompts at once: the difference is noise. A greedy answer may repeat
 itself, so tokens after 16 tokens that stand earlier in the answer are also left out (`fresh`).
@@ -103,7 +103,7 @@ class Batch:
 
 
 def fresh(answer: Sequence[int]) -> list[bool]:
-    """Say of each token whether the CONTEXT tokens before it stand nowhere earlier in the answer."""
+    """Return for each token whether the CONTEXT tokens before it are new in the answer."""
     seen, found = set[tuple[int, ...]](), list[bool]()
     for at in range(len(answer)):
         before = tuple(answer[max(0, at - CONTEXT) : at])
@@ -113,8 +113,8 @@ def fresh(answer: Sequence[int]) -> list[bool]:
 
 
 def row(setting: str, decoded: Decoded, dense: Decoded) -> dict[str, object]:
-    """Return what a setting's teacher-forced tokens have in the mean. Log-probabilities are less those of
-    the greedy answer's own run."""
+    """Return the means over a setting's teacher-forced tokens. The log-probabilities of the greedy answer's
+    own run are subtracted."""
     fresh_BT = torch.tensor([fresh(ids) for ids in dense.ids_BT.tolist()])
     best_BT, less_BT = decoded.best_BT.double(), (decoded.logp_BT - dense.logp_BT).double()
     return {

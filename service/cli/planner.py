@@ -117,7 +117,9 @@ def uses(demand: Demand) -> Iterator[HostUse]:
     Ranks have separate GPUs if there are enough for both.
     """
     most = min(demand.gpus, demand.model.layers)
-    counts = [n for n in range(most, 0, -1) if demand.stages in (None, n) and _all_attend(demand.model, n)]
+    counts = [
+        n for n in range(most, 0, -1) if demand.stages in (None, n) and _all_have_pages(demand.model, n)
+    ]
     cuts = [n for n in reversed(rank_counts(demand.model)) if demand.ranks in (None, n) and n <= demand.gpus]
     kinds = [kind for kind in demand.quantisations if kind is None or demand.model.linear is None]
     for kind, stages, ranks in itertools.product(kinds, counts, cuts):
@@ -125,7 +127,7 @@ def uses(demand: Demand) -> Iterator[HostUse]:
             yield HostUse(kind, stages, ranks, beside=stages + ranks > demand.gpus)
 
 
-def _all_attend(model: ModelConfig, stages: int) -> bool:
+def _all_have_pages(model: ModelConfig, stages: int) -> bool:
     """Return whether each stage has a layer with pages."""
     return all(model.page_layers(share.layers) for share in model.split(stages))
 

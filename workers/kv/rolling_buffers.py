@@ -108,8 +108,9 @@ class SequenceBuffers:
     def kv_rows(self, layer: int) -> KVRows:
         """Return where the layer's new KV is written, after the KV before it."""
         if self._old_T is not None:
-            k_TGD, v_TGD = self._buffers.cache.sides_of(layer, self._old_T)
-            self._k_SGD[: self.before], self._v_SGD[: self.before] = k_TGD, v_TGD
+            own = self._k_SGD, self._v_SGD
+            for side_R, side_S in zip(self._buffers.cache.rows(layer), own, strict=True):
+                torch.index_select(side_R, 0, self._old_T, out=side_S[: self.before])
         return KVRows(self._k_SGD, self._v_SGD, self._new_T)
 
     def seen(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,5 @@
-"""What a process's layers keep of a sequence beside its pages, in slots of a fixed size: the states of linear
-attention, or rolling buffers (`rolling_buffers.py`).
+"""The states of sequences beside their pages, in slots of a fixed size: those of linear attention, or rolling
+buffers (`rolling_buffers.py`).
 
 Shape suffixes as in `kernels.gated_delta.states`, and L layers.
 """
