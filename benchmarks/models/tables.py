@@ -9,7 +9,6 @@ from pathlib import Path
 
 from deltafront.benchmarks.markdown import markdown
 from deltafront.benchmarks.models.public import REFUSED, SERVED, Public
-from deltafront.kernels.constants import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
@@ -41,15 +40,10 @@ def public_models() -> str:
     rows: list[list[str | None]] = []
     for model in SERVED:
         config = read_public(model)
-        size = f"{config.weights(range(config.layers)) / 1e9:.3g} ({model.billions:g})"
-        rows.append([f"`{model.name}`", size, _limits(config)])
+        size = f"{config.as_stored.weights(range(config.layers)) / 1e9:.3g} ({model.billions:g})"
+        rows.append([f"`{model.name}`", size, ""])
     rows += [[f"`{model.name}`", None, f"refused: {_refusal(model)}"] for model in REFUSED]
-    return markdown(("model", "10⁹ numbers (as published)", "limits"), rows)
-
-
-def _limits(config: ModelConfig) -> str:
-    on_gpus = {*PREFILL_HEAD_DIMS} & {*DECODE_HEAD_DIMS}
-    return "" if config.head_dim in on_gpus else f"CPUs only: its heads have {config.head_dim} channels"
+    return markdown(("model", "10⁹ numbers (as published)", "note"), rows)
 
 
 def _refusal(model: Public) -> str:

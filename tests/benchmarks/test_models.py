@@ -17,7 +17,7 @@ def test_a_public_model_has_its_published_size(model: Public) -> None:
     config = read_public(model)
     assert model.billions is not None
     within = 1 if isinstance(model.billions, int) else model.billions / 100
-    assert config.weights(range(config.layers)) / 1e9 == pytest.approx(model.billions, abs=within)
+    assert config.as_stored.weights(range(config.layers)) / 1e9 == pytest.approx(model.billions, abs=within)
 
 
 @pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.name)

@@ -17,7 +17,7 @@ import yaml
 
 from deltafront.benchmarks.engine.model import SHAPES as ENGINE_SHAPES
 from deltafront.benchmarks.models.public import SERVED, Public
-from deltafront.kernels.constants import BLOCK, DECODE_HEAD_DIMS
+from deltafront.kernels.constants import BLOCK
 from deltafront.service.cli import planner, size
 from deltafront.service.cli.planner import Demand, best
 from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
@@ -273,21 +273,26 @@ def test_error_says_why_a_model_cannot_be_planned(arguments: list[object], named
 
 @pytest.mark.parametrize("public", SERVED, ids=lambda public: str(public.name))
 def test_serve_takes_the_configuration_that_size_writes(public: Public, tmp_path: Path) -> None:
-    """If no kernel has the model's head size, `size` refuses it like `serve`."""
     (tmp_path / "config.json").write_text(json.dumps(public.config))
-    model, file = read_config(tmp_path), tmp_path / "host.yaml"
+    file = tmp_path / "host.yaml"
     done = run("size", tmp_path, "--gpus", "8x192", "--write", file)
-    if model.head_dim in DECODE_HEAD_DIMS:
-        assert done.exit_code == 0, done.output
-        settings = load(file)
-        settings.check_against(read_config(settings.model.path, settings.model.overrides), None)
-        assert settings.prefill.device == settings.decode.device == "cuda"
-    else:
-        says = f"prefill.device: a GPU takes heads of .* channels there, the model's have {model.head_dim}"
-        assert done.exit_code == 1 and re.search(says, done.stderr.replace("\n", " ")) and not file.exists()
-        plain = run("size", tmp_path, "--tokens", 4096)
-        assert plain.exit_code == 0
-        assert f"its heads have {model.head_dim} channels, so it is served on CPUs alone" in plain.stderr
+    assert done.exit_code == 0, done.output
+    settings = load(file)
+    settings.check_against(read_config(settings.model.path, settings.model.overrides), None)
+    assert settings.prefill.device == settings.decode.device == "cuda"
+
+
+def test_size_refuses_heads_that_gpu_kernels_lack(tmp_path: Path) -> None:
+    """Heads of 96 channels are padded, but not if they have norms."""
+    public = next(public for public in SERVED if public.name == "Qwen/Qwen3-8B")
+    (tmp_path / "config.json").write_text(json.dumps(public.config | {"head_dim": 96}))
+    done = run("size", tmp_path, "--gpus", "8x192", "--write", tmp_path / "host.yaml")
+    says = "prefill.device: a GPU takes heads of .* channels there, the model's have 96"
+    assert done.exit_code == 1 and re.search(says, done.stderr.replace("\n", " "))
+    assert not (tmp_path / "host.yaml").exists()
+    plain = run("size", tmp_path, "--tokens", 4096)
+    assert plain.exit_code == 0
+    assert "its heads have 96 channels, so it is served on CPUs alone" in plain.stderr
 
 
 def test_size_command_plans_for_gguf_files_and_hub_ids(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deltafront.kernels.constants import DECODE_HEAD_DIMS
 from deltafront.workers.model.directory.layer_config import (
     layers_without_windows,
     read_linear,
@@ -82,8 +83,8 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
     refuse_unscaled(extra, positions(raw, rope, {}), family.architecture)
     _refuse_unread(raw, family)
     heads, hidden = positive_int(raw, "num_attention_heads"), positive_int(raw, "hidden_size")
-    head_dim = positive_int(raw, "head_dim", family.implied.get("head_dim", hidden // heads))
-    rotated = rotary_dim(raw, head_dim, family)
+    channels = positive_int(raw, "head_dim", family.implied.get("head_dim", hidden // heads))
+    rotated = rotary_dim(raw, channels, family)
     layers = few(raw, "num_hidden_layers", positive_int(raw, "num_hidden_layers"))
     mixture = read_mixture(raw, layers)
     reach, biased = positions(raw, rope, extra), bool(raw.get("attention_bias"))
@@ -95,7 +96,7 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
         "intermediate": positive_int(raw, "moe_intermediate_size" if mixture else "intermediate_size"),
         "q_heads": heads,
         "kv_heads": positive_int(raw, "num_key_value_heads", heads),
-        "head_dim": head_dim,
+        "head_dim": channels,
         "vocab": positive_int(raw, "vocab_size"),
         "positions": reach,
         "rope": resolved(rope, raw, reach),
@@ -104,7 +105,7 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
         "o_bias": bool(raw["attention_out_bias"]) if "attention_out_bias" in family.implied else biased,
         "mlp_bias": bool(raw.get("mlp_bias")),
         "activation": family.hidden_act,
-        "rotary_dim": None if rotated == head_dim else rotated,
+        "rotary_dim": None if rotated == channels else rotated,
         "unrotated_layers": unrotated_layers(raw, layers),
         "mixture": mixture,
         "linear": read_linear(raw, family, layers),
@@ -113,7 +114,7 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
         "window_layers": sliding,
         "window_rope": window_rope(given, rope, family) if sliding else None,
         "rolling_buffer": bool(extra.get("rolling_buffer")),
-        **_multipliers(raw, head_dim),
+        **_multipliers(raw, channels),
     }
     if family.scales_by_width and raw.get("mup_enabled", True):
         fields["embedding_scale"] = hidden**0.5
@@ -123,7 +124,25 @@ def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig
     _refuse_uneven_heads(config)
     _refuse_combinations(config)
     _refuse_dual_chunks(raw, config)
-    return config
+    return _padded(config)
+
+
+def _padded(config: ModelConfig) -> ModelConfig:
+    """Pad heads whose size is between two that GPU kernels take.
+
+    Heads with norms are left, because norms count channels; so are smaller heads, which no public model has.
+    """
+    small, *others = DECODE_HEAD_DIMS
+    size = next((dim for dim in others if small < config.head_dim <= dim), config.head_dim)
+    if size == config.head_dim or config.qk_norm:
+        return config
+    return replace(
+        config,
+        head_dim=size,
+        head_padding=size - config.head_dim,
+        rotary_dim=config.rotary_dim or config.head_dim,
+        attention_scale=config.attention_scale * (size / config.head_dim) ** 0.5,
+    )
 
 
 def lost_window_note(config: ModelConfig) -> str | None:

@@ -44,7 +44,7 @@ _LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias", "norms", "fused_qkv",
 _LEFT_OUT_AT_DEFAULT = """qk_norm_all_heads activation rotary_dim interleaved_rope unrotated_layers
     embedding_scale logit_scale attention_scale mixture window_layers window_rope norm_offset
     layer_norms norm_bias parallel qk_norm_after_rope attention_gate
-    attention_sinks router_bias linear fused_q_gate""".split()
+    attention_sinks router_bias linear fused_q_gate head_padding""".split()
 """Fields that are hashed only if they differ from their default. Add every new field of ModelConfig to one of
 these two lists. Otherwise all models' digests change, and no existing profile fits any more."""
 

@@ -63,6 +63,7 @@ class ModelConfig:
         fused_q_gate: True if checkpoints store each query head's rows of q, then those of its gate, in
             q_proj.
         rolling_buffer: As in `ModelSpec`.
+        head_padding: The last channels of a head, which are zero and in no checkpoint.
     """
 
     architecture: str
@@ -110,6 +111,7 @@ class ModelConfig:
     linear: LinearConfig | None = None
     fused_q_gate: bool = False
     rolling_buffer: bool = False
+    head_padding: int = 0
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Split the layers over pipeline stages so that the slowest stage is as fast as possible. A cut may
@@ -312,8 +314,15 @@ class ModelConfig:
             return numbers  # otherwise loading repeats the norm's weights for each head
         return numbers + (self.q_heads + self.kv_heads - 2 + self.qk_norm_after_rope) * self.head_dim
 
+    @property
+    def as_stored(self) -> ModelConfig:
+        """The sizes that a checkpoint has: without padded heads."""
+        return replace(self, head_dim=self.head_dim - self.head_padding, head_padding=0)
+
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of all tensors under a Llama checkpoint's names, without a tied output head."""
+        if self.head_padding:
+            return self.as_stored.shapes()
         table = {EMBEDDING: (self.vocab, self.hidden)} | self._norm("model.norm")
         head = {} if self.tied_embeddings else {HEAD: (self.vocab, self.hidden)}
         layers = {

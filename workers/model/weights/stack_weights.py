@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.nn import functional as F
 
 from deltafront.kernels.gated_delta.parameters import DeltaParameters
 from deltafront.workers.model.directory.layer_config import CHOICE_BIAS, LinearConfig
@@ -55,6 +56,7 @@ _ATTENTION = ("input_layernorm.", "self_attn.", f"{LINEAR}.")
 _MLP = ("post_attention_layernorm.", "mlp.")
 _FUSED_Q_GATE = ".self_attn.q_proj.weight", f".self_attn.{GATE}.weight"
 _ROTATED = ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm")
+_BY_HEADS = "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", GATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +216,10 @@ class _Reader:
 
     def _arranged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Reorder the channels of q's and k's heads as the RoPE kernel expects (`rotary_order`), and the rows
-        of linear attention's fused matrices. This does not change scores."""
+        of linear attention's fused matrices; pad heads. This does not change scores."""
         module, config = name.split(".")[-2], self.spec.config
+        if config.head_padding and f"self_attn.{module}." in name and module in _BY_HEADS:
+            tensor = self._padded(tensor, dim=1 if module == "o_proj" else 0)
         if config.linear is not None and module in ("in_proj_qkvz", "in_proj_ba"):
             return tensor[rows_by_kind(config.linear, module)]
         if self._channels_D is None or module not in _ROTATED:
@@ -223,6 +227,15 @@ class _Reader:
         heads = tensor.view(-1, config.head_dim, *tensor.shape[1:])
         turned = config.q_heads + config.kv_heads if module == "qkv_proj" else len(heads)
         return torch.cat([heads[:turned, self._channels_D], heads[turned:]]).view(tensor.shape)
+
+    def _padded(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Append `head_padding` zero channels to each head along `dim`. A bias of o_proj has no heads."""
+        if dim == tensor.dim():
+            return tensor
+        config, shape = self.spec.config, tensor.shape
+        heads = tensor.reshape(*shape[:dim], -1, config.as_stored.head_dim, *shape[dim + 1 :])
+        zeros = (0, 0) * (tensor.dim() - 1 - dim) + (0, config.head_padding)
+        return F.pad(heads, zeros).flatten(dim, dim + 1)
 
     def quantised(self, half: Half) -> Half:
         """Quantise the matrices of attention or MLP to FP8 if the stack is quantised. Only one thread may

@@ -111,7 +111,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE, rope_parameters=YARN, tie_word_embeddings=True),
-    "llama-heads-of-112": lambda: transformers.LlamaConfig(**SHAPE | {"hidden_size": 96, "head_dim": 112}),
+    "llama-heads-of-112": lambda: transformers.LlamaConfig(
+        **SHAPE | {"hidden_size": 96, "head_dim": 112}, attention_bias=True
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE | {"head_dim": 32}),
     "qwen3-yarn": lambda: transformers.Qwen3Config(**SHAPE, rope_parameters=YARN),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, **MIXTURE),
@@ -157,6 +159,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SHAPE, attention_out_bias=True, mlp_bias=True
     ),
     "phi3": lambda: transformers.Phi3Config(**SHAPE | WITHOUT_HEAD_DIM, **PADDING),
+    "phi3-heads-of-96": lambda: transformers.Phi3Config(**SHAPE | {"hidden_size": 576}, **PADDING),
     "phi3-longrope-partial": lambda: transformers.Phi3Config(
         **SHAPE | WITHOUT_HEAD_DIM,
         **PADDING,
@@ -182,6 +185,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "olmo2": lambda: transformers.Olmo2Config(**SHAPE | WITHOUT_HEAD_DIM),
     "glm": lambda: transformers.GlmConfig(**SHAPE, **PADDING),
+    "glm-heads-of-80": lambda: transformers.GlmConfig(**SHAPE | {"head_dim": 80}, **PADDING),
     "glm4": lambda: transformers.Glm4Config(**SHAPE, **PADDING, attention_bias=False),
     "exaone4": lambda: transformers.Exaone4Config(
         **SHAPE, sliding_window=None, layer_types=["full_attention"] * SHAPE["num_hidden_layers"]
