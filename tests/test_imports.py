@@ -52,8 +52,8 @@ ROOMS = {
     "workers.calibration": "workers.settings workers.model.decoder workers.model.calibrated kernels",
     "workers.evaluation": """workers.settings workers.calibration workers.decode.reads
         workers.decode.decode_attention
-        workers.messages workers.kv.cache workers.kv.pages.pool workers.prefill.stage workers.model.decoder
-        workers.model.calibrated kernels""",
+        workers.messages workers.kv.cache workers.kv.pages.pool workers.kv.states workers.prefill.stage
+        workers.model.decoder workers.model.directory.model_files workers.model.calibrated kernels""",
     "workers.kv": """workers.messages workers.settings workers.roles workers.model.directory.model_config
         kernels.layers.kv_int8 kernels.layers.rope kernels.gated_delta.states""",
     "workers.kv.pages": "workers.messages workers.turns kernels.constants",

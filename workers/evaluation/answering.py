@@ -18,6 +18,7 @@ from deltafront.workers.evaluation.comparison import TOLD, MeasuredAnswer
 from deltafront.workers.evaluation.paged import PagedSteps, delta_plan
 from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
 from deltafront.workers.evaluation.reader import Reader, Reading
+from deltafront.workers.evaluation.sample_states import SampleStates
 from deltafront.workers.evaluation.setting import Setting, delta_config, parse_method
 from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.model.decoder.stack import Attend, LayerStack
@@ -37,8 +38,10 @@ class Together:
 
     def __init__(self, stack: LayerStack, places: int, room: int, profile: Profile | None = None) -> None:
         config = stack.config
-        shape = (config.layers, places, config.kv_heads, room, config.head_dim)
+        self._index = {layer: n for n, layer in enumerate(config.attention_layers(stack.layers))}
+        shape = (len(self._index), places, config.kv_heads, room, config.head_dim)
         self._stack = stack
+        self._states = SampleStates(stack, places)
         self._k_LBGSD = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self._v_LBGSD = torch.zeros_like(self._k_LBGSD)
         self._readers = [
@@ -47,6 +50,7 @@ class Together:
                 room,
                 profile,
                 kv=(self._k_LBGSD[:, place : place + 1], self._v_LBGSD[:, place : place + 1]),
+                states=(self._states, place),
             )
             for place in range(places)
         ]
@@ -112,6 +116,7 @@ class Together:
         reading: Reading,
         seconds: float,
     ) -> tuple[Reading, float]:
+        reader.rewind()
         if sample.question:
             asked = reader.asked(reading, sample.question, blocks)
         elif blocks:
@@ -133,8 +138,12 @@ class Together:
     ) -> list[MeasuredAnswer]:
         first_BC = torch.cat([reading.tail_TC for reading, _ in read])
         lengths = [sample.tokens for sample in samples]
+        for place in range(len(read)):
+            self._states.mark(place, "begun")
         ids_B = self._decode(first_BC, lengths, tokens, decode, samples, steps)
         known_B = [ids[:TOLD] for ids in (ids_B if told is None else told)]
+        for place in range(len(read)):
+            self._states.rewind(place, "begun")
         likely_B = self._likely(first_BC, lengths, known_B, steps)
         return [
             MeasuredAnswer(tuple(ids), decode(ids), reading.density, prefill, seconds, *likely, reading.runs)
@@ -199,7 +208,10 @@ class Together:
         """Run one decode step: append token_B to the samples, after `step` decoded tokens. Return
         hidden_BC."""
         positions_B = torch.tensor(lengths, device=self._stack.device) + step
-        return self._stack.forward(self._stack.embed(token_B), positions_B, steps(positions_B))
+        states = self._states.step(len(token_B))
+        return self._stack.forward(
+            self._stack.embed(token_B), positions_B, steps(positions_B), row_states=states
+        )
 
     @staticmethod
     def _all_done(
@@ -220,9 +232,10 @@ class Together:
         unseen_B11S, windows, kept = back_B11S < 0, self._stack.config.windows, self._readers[0].kept
 
         def attend(layer: int, q_BHD: torch.Tensor, k_BGD: torch.Tensor, v_BGD: torch.Tensor) -> torch.Tensor:
-            self._k_LBGSD[layer, place_B, :, positions_B] = kept(k_BGD)
-            self._v_LBGSD[layer, place_B, :, positions_B] = kept(v_BGD)
-            k_BGSD, v_BGSD = (x[layer, :batch, :, :longest] for x in (self._k_LBGSD, self._v_LBGSD))
+            own = self._index[layer]
+            self._k_LBGSD[own, place_B, :, positions_B] = kept(k_BGD)
+            self._v_LBGSD[own, place_B, :, positions_B] = kept(v_BGD)
+            k_BGSD, v_BGSD = (x[own, :batch, :, :longest] for x in (self._k_LBGSD, self._v_LBGSD))
             q_BGJD = q_BHD.view(batch, k_BGD.shape[1], -1, q_BHD.shape[2])
             logits_BGJS = (q_BGJD @ k_BGSD.transpose(2, 3)).float() * q_BHD.shape[2] ** -0.5
             hidden_B11S = unseen_B11S

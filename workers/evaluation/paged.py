@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from deltafront.workers.decode.decode_attention import BatchRows, LayerPlan, StepAttention, plan_layers
+from deltafront.workers.decode.decode_attention import (
+    BatchRows,
+    LayerPlan,
+    PageSelectionError,
+    StepAttention,
+    plan_layers,
+)
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.messages.requests import PageSelection
@@ -16,7 +22,10 @@ from deltafront.workers.settings import DecodeConfig
 
 
 def delta_plan(stack: LayerStack, config: DecodeConfig) -> LayerPlan:
-    """Raises PageSelectionError if the model has no such layers, or the configuration names no Δ-layer."""
+    """Raises PageSelectionError if the model has no such layers or linear attention, or the configuration
+    names no Δ-layer."""
+    if stack.config.linear is not None:
+        raise PageSelectionError("page selection of a model with linear attention cannot be evaluated yet")
     plan = plan_layers(config, stack.config.layers, stack.config.windows)
     plan.selects_pages(PageSelection.DELTA, "")
     return plan

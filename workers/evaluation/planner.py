@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.methods import is_exact
@@ -47,7 +47,9 @@ class Trial:
         return f"{self.setting}{', session' if self.session else ''}"
 
 
-def trials(settings: Sequence[str], asked: str, profile: Profile | None, tokens: int) -> list[Trial]:
+def trials(
+    settings: Sequence[str], asked: str, profile: Profile | None, tokens: int, recomputes: bool = True
+) -> list[Trial]:
     """List the trials of an evaluation, in the order in which they are tried.
 
     Args:
@@ -55,6 +57,8 @@ def trials(settings: Sequence[str], asked: str, profile: Profile | None, tokens:
             recompute more than a quarter of a prompt or are dense at this length.
         asked: Where the question is: `prompt` (at its end), `session` (appended to one) or `both`.
         tokens: Length of the longest prompt.
+        recomputes: False for a model with linear attention, which recomputes no blocks: the default settings
+            are tried without.
 
     Raises:
         ValueError: A setting is wrong, or `settings` is empty and no default setting is left.
@@ -65,6 +69,10 @@ def trials(settings: Sequence[str], asked: str, profile: Profile | None, tokens:
             raise ValueError(
                 f"setting {str(each)!r}: `evaluate` decodes over all pages; `lab` takes /delta_layers=…"
             )
+    if not recomputes:
+        if given := next((each for each in listed if settings and each.blocks), None):
+            raise ValueError(f"setting {str(given)!r}: a model with linear attention recomputes no blocks")
+        listed = [replace(each, blocks=0) for each in listed]
     chosen = listed if settings else [each for each in listed if _applies(each, tokens)]
     if not chosen:
         raise ValueError(f"every setting prefills {tokens} tokens densely: give longer prompts, or --setting")

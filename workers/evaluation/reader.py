@@ -20,6 +20,7 @@ from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileC
 from deltafront.kernels.layers.kv_int8 import dequantise, quantise
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.workers.decode.reads import tail_start
+from deltafront.workers.evaluation.sample_states import SampleStates
 from deltafront.workers.evaluation.setting import parse_method
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
@@ -55,7 +56,8 @@ class Reader:
         profile: The model's profile, for methods with the option `density`.
         kv_dtype: `int8` rounds K and V as int8 pages do, but stores them in the stack's dtype. None: no
             rounding.
-        kv: k_LBGSD and v_LBGSD to use. None: allocate them.
+        kv: k_LBGSD and v_LBGSD to use, L the layers with attention. None: allocate them.
+        states: States of linear attention, and this sequence's place among them. None: allocate them.
     """
 
     def __init__(
@@ -65,10 +67,13 @@ class Reader:
         profile: Profile | None = None,
         kv_dtype: KVDtype | None = None,
         kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+        states: tuple[SampleStates, int] | None = None,
     ) -> None:
         config = stack.config
-        shape = (config.layers, 1, config.kv_heads, room, config.head_dim)
+        self._index = {layer: n for n, layer in enumerate(config.attention_layers(stack.layers))}
+        shape = (len(self._index), 1, config.kv_heads, room, config.head_dim)
         self.stack = stack
+        self._states, self._place = states or (SampleStates(stack, 1), 0)
         self.kv_dtype = kv_dtype
         self._profile = profile
         if kv is None:
@@ -93,6 +98,8 @@ class Reader:
         if len(ids) > config.positions:
             raise ValueError(f"{len(ids)} tokens, but the model has {config.positions} positions")
         self.length = after
+        if not after:
+            self._states.clear(self._place)
         self._ids_T = torch.tensor(ids, device=self.stack.device)
         attention = build(named, thresholds_for(self._profile, named), self.stack.config.windows)
         spec = StateSpec(
@@ -104,7 +111,7 @@ class Reader:
             self.stack.device,
             self.stack.dtype,
         )
-        states = [attention.new_state(replace(spec, layer=layer)) for layer in range(config.layers)]
+        states = {layer: attention.new_state(replace(spec, layer=layer)) for layer in self._index}
         timer, counts = phase_timer(self.stack.device), list[TileCounts]()
         tails: list[torch.Tensor] = []
         for first in range(after, len(ids), chunk):
@@ -128,7 +135,13 @@ class Reader:
         computed = torch.stack([covered.computed for covered in counts]).sum()
         density = float(computed) / sum(covered.causal for covered in counts)
         milliseconds = 1e3 * sum(timer.seconds().values())
-        return Reading(torch.cat(tails)[-tail:], density, milliseconds, tuple(map(runs_a_block, states)))
+        self._states.mark(self._place, "read")
+        runs = (runs_a_block(states[layer]) if layer in states else None for layer in self.stack.layers)
+        return Reading(torch.cat(tails)[-tail:], density, milliseconds, tuple(runs))
+
+    def rewind(self) -> None:
+        """Return the states of linear attention to the end of the document."""
+        self._states.rewind(self._place, "read")
 
     def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Append ids with full attention and return logits_V of the next token."""
@@ -238,7 +251,7 @@ class Reader:
             return torch.cat([x_GSD[:, : blocks[-1] * BLOCK], x_GPD], dim=1)
 
         def attend(layer: int, q_PHD: torch.Tensor) -> torch.Tensor:
-            k_GSD, v_GSD = self._k_LBGSD[layer, 0], self._v_LBGSD[layer, 0]
+            k_GSD, v_GSD = (x_LBGSD[self._index[layer], 0] for x_LBGSD in (self._k_LBGSD, self._v_LBGSD))
             return queries.attend(layer, q_PHD, placed(k_GSD, k_PGD), placed(v_GSD, v_PGD))
 
         calls = AttentionCalls(lambda _layer: fresh, attend)
@@ -250,15 +263,19 @@ class Reader:
         start, end = self.length, self.length + len(ids)
 
         def stored(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-            self._k_LBGSD[layer, 0, :, start:end] = self.kept(k_TGD).transpose(0, 1)
-            self._v_LBGSD[layer, 0, :, start:end] = self.kept(v_TGD).transpose(0, 1)
+            for x_LBGSD, new_TGD in ((self._k_LBGSD, k_TGD), (self._v_LBGSD, v_TGD)):
+                x_LBGSD[self._index[layer], 0, :, start:end] = self.kept(new_TGD).transpose(0, 1)
             out_BHTD = attend(layer, q_THD.transpose(0, 1)[None])
             return out_BHTD[0].transpose(0, 1)
 
         positions_T = torch.arange(start, end, device=self.stack.device)
-        hidden_TC = self.stack.forward(self.stack.embed(torch.tensor(ids)), positions_T, stored)
+        states = self._states.rows(self._place, start, len(ids))
+        hidden_TC = self.stack.forward(
+            self.stack.embed(torch.tensor(ids)), positions_T, stored, row_states=states
+        )
         self.length = end
         return hidden_TC
 
     def _seen(self, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._k_LBGSD[layer, :, :, :tokens], self._v_LBGSD[layer, :, :, :tokens]
+        k_BGSD, v_BGSD = (x_LBGSD[self._index[layer]] for x_LBGSD in (self._k_LBGSD, self._v_LBGSD))
+        return k_BGSD[:, :, :tokens], v_BGSD[:, :, :tokens]

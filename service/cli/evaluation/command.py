@@ -48,7 +48,7 @@ from deltafront.workers.model.calibrated.profile import (
 from deltafront.workers.model.calibrated.runs import base_method, describe_runs
 from deltafront.workers.model.directory.digest import model_digest
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.directory.store import config_of, model_directory
+from deltafront.workers.model.directory.store import model_directory
 from deltafront.workers.model.directory.tokenizer_files import tokenizer_json
 from deltafront.workers.settings import Dtype, ModelSpec, RopeScaling
 
@@ -129,11 +129,10 @@ def evaluate_command(
             profile=str(profile) if profile is not None and profile.exists() else None,
             **spec_of,
         )
-        _refuse_linear(spec)
         old, source = load_profile(spec), _Source.of(text, questions)
         source.check(ask, old)
         run = _Run(spec, device, old, length, answer_tokens, source, seed)
-        evaluation = Evaluation(run.model, trials(setting, ask, old, max(run.tokens)))
+        evaluation = Evaluation(run.model, trials(setting, ask, old, max(run.tokens), run.recomputes))
         with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is shown
             evaluation.run(run.prompts(), until, _tell)
     except (ModelError, MethodError, PromptError, ValueError) as error:
@@ -155,15 +154,6 @@ def evaluate_command(
         print(json_format.dumps({"verdict": best.words, "rows": [asdict(row) for row in shown]}))
     else:
         _show(shown, best, near)
-
-
-def _refuse_linear(model: ModelSpec) -> None:
-    config = config_of(model)
-    if config.linear is not None:
-        raise ModelError(
-            f"{len(config.linear_layers)} of the {config.layers} layers of {config.architecture} have linear "
-            "attention: such models cannot be evaluated yet; they are served with dense attention"
-        )
 
 
 @dataclass(frozen=True)
@@ -226,6 +216,7 @@ class _Run:
         self.tokens = tuple(sorted({min(lengths), max(lengths)}))
         chunk = GPU_CHUNK if cuda else CPU_CHUNK
         room = max(self.tokens) + 8  # question and document are tokenised apart
+        self.recomputes = not stack.config.linear_layers
         self.model: OneModel = OneModel(stack, self._tokenizer, room, chunk, answer, profile)
 
     def prompts(self) -> Iterator[TaskPrompt]:

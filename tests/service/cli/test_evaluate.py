@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,13 @@ def test_evaluate_says_what_is_wrong_with_its_arguments(
     assert done.exit_code == 1 and says in " ".join(done.output.split())
 
 
-def test_evaluate_refuses_a_model_with_linear_attention(tmp_path: Path) -> None:
-    done = run(make_tiny_hybrid(tmp_path / "hybrid"))
-    assert done.exit_code == 1
-    assert "6 of the 8 layers of Qwen3_5ForCausalLM have linear attention" in " ".join(done.output.split())
+@pytest.mark.parametrize("ask", ["prompt", "session"])
+def test_evaluates_a_model_with_linear_attention(questions: Path, tmp_path: Path, ask: str) -> None:
+    """Its attention layers are sparse, and no block is recomputed."""
+    hybrid = make_tiny_hybrid(tmp_path / "hybrid", vocabulary=VOCABULARY)
+    write_tokenizer(hybrid)
+    done = run(hybrid, "--questions", questions, "--ask", ask)
+    assert done.exit_code == 0, done.output
+    assert re.search(rf"Nearest: {LITTLE}.* at density 0\.\d+ keeps 0\.", done.output)
+    refused = run(hybrid, "--setting", EVERYTHING)
+    assert refused.exit_code == 1 and "recomputes no blocks" in " ".join(refused.output.split())

@@ -173,6 +173,10 @@ def test_evaluates_the_given_or_else_the_default_settings(tmp_path: Path) -> Non
 
 def test_short_prompts_get_settings_with_few_blocks() -> None:
     assert {trial.setting.blocks for trial in trials([], "prompt", None, 6000)} == {8}
+    without = trials([], "prompt", None, 31_000, recomputes=False)
+    assert {trial.setting.blocks for trial in without} == {0} and len(without) == len(set(without)) > 3
+    with pytest.raises(ValueError, match=r"dpxa@8.*recomputes no blocks"):
+        trials(["dpxa@8"], "prompt", None, 31_000, recomputes=False)
     with pytest.raises(ValueError, match="every setting prefills 4096 tokens densely: give longer prompts"):
         trials([], "prompt", None, 4096)
 
