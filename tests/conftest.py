@@ -64,6 +64,7 @@ TOGETHER = {
     "tests/workers/test_mapped_actors.py": "actors",
     "tests/workers/kv/test_exported_pages_deaths.py": "actors",
     "tests/kernels/test_compile_sm90.py": "compiler",
+    "tests/workers/test_states.py": "states",
     "tests/workers/test_specialisations.py": "specialisations",
     "tests/workers/model/decoder/test_stack.py": "families",
     "tests/workers/test_resume.py": "resumed",
@@ -72,9 +73,9 @@ TOGETHER = {
     "tests/service/door/test_reasoning.py": "vocabularies",
     "tests/service/door/test_page.py": "browser",
 }
-"""Groups of test files that run in one process, because they share a service that starts slowly; the longest
-first. Each group has its own ports, so groups may run at the same time. A process may get several groups, in
-this order, because Serve's settings must be in the environment before Ray is imported."""
+"""Groups of test files that run in one process, because they share a service that starts slowly or take long;
+the longest first. Each group has its own ports, so groups may run at the same time. A process may get several
+groups, in this order, because Serve's settings must be in the environment before Ray is imported."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

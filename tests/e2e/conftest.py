@@ -46,7 +46,7 @@ class Sizes:
     timed: bool
 
 
-SMALL = Sizes(chunk=256, document=1024, short=256, mid=512, needles=10, questions=5, cancels=6, timed=False)
+SMALL = Sizes(chunk=256, document=1024, short=256, mid=512, needles=10, questions=3, cancels=6, timed=False)
 FULL = Sizes(chunk=512, document=8192, short=256, mid=8192, needles=40, questions=10, cancels=20, timed=True)
 
 

@@ -78,7 +78,7 @@ def test_needles_are_found_and_delta_decodes_like_full(
             same += full.token_ids == delta.token_ids
             shares.append(delta.finish.page_share)
             answers.append((needle.value, full.text, delta.text))
-    wanted = int(0.9 * sizes.questions)
+    wanted = round(0.9 * sizes.questions)
     table.add(f"{name}: exact answers of {sizes.questions} at {haystack.tokens} tokens", right)
     table.add(f"{name}: answers equal under delta and full decode", same)
     table.add(f"{name}: mean attention density", round(result.density.mean, 4))

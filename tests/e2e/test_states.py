@@ -37,24 +37,22 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["linear", "rolling"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The section `model` of a tiny model with the embedded model's tokenizer."""
+@pytest.fixture(scope="module", params=[("linear", "object_store", 2), ("rolling", "mapped", 1)], ids=str)
+def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The configuration of a tiny model with the embedded model's tokenizer."""
+    kind, transport, stages = request.param
     tokenizer = Path(located(ModelSpec(path=EMBEDDED)).path)
-    make = make_tiny_hybrid if request.param == "linear" else make_tiny_windows
-    directory = make(tmp_path_factory.mktemp(request.param), vocabulary=49_152)
+    make = make_tiny_hybrid if kind == "linear" else make_tiny_windows
+    directory = make(tmp_path_factory.mktemp(kind), vocabulary=49_152)
     for file in tokenizer.glob("tokenizer*.json"):
         shutil.copy(file, directory)
-    return {"path": str(directory), "dtype": "float32", "rolling_buffer": request.param == "rolling"}
+    model = {"path": str(directory), "dtype": "float32", "rolling_buffer": kind == "rolling"}
+    prefill = SETTINGS["prefill"] | {"stages": stages}
+    return SETTINGS | {"prefill": prefill, "model": model, "handoff": {"transport": transport}}
 
 
-@pytest.fixture(scope="module", params=["object_store", "mapped"])
-def service(
-    model: dict[str, Any], request: pytest.FixtureRequest, tmp_path_factory: Any
-) -> Iterator[LocalService]:
-    stages = 1 if request.param == "mapped" else 2
-    settings = SETTINGS | {"prefill": SETTINGS["prefill"] | {"stages": stages}}
-    settings |= {"model": model, "handoff": {"transport": request.param}}
+@pytest.fixture(scope="module")
+def service(settings: dict[str, Any], tmp_path_factory: Any) -> Iterator[LocalService]:
     file = tmp_path_factory.mktemp("config") / "states.yaml"
     file.write_text(yaml.safe_dump(settings))
     with LocalService(file, start_s=600) as running:
@@ -62,8 +60,8 @@ def service(
 
 
 @pytest.fixture(scope="module")
-def expected(model: dict[str, Any]) -> Callable[[list[int]], list[int]]:
-    return greedy(Path(model["path"]), NEW)
+def expected(settings: dict[str, Any]) -> Callable[[list[int]], list[int]]:
+    return greedy(Path(settings["model"]["path"]), NEW)
 
 
 def drawn(count: int, seed: int) -> list[int]:

@@ -38,7 +38,7 @@ from deltafront.workers.messages.stages import HandedState, HostKV, KVRange
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.settings import DecodeConfig, ModelSpec, PrefillConfig
 
-NEW, CHUNK, SPACING = 40, 128, 64
+NEW, CHUNK, SPACING = 20, 128, 64
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
 SIZES: dict[str, Any] = {"chunk_tokens": CHUNK, "cache_tokens": 4096, "stream_lease_s": 600.0}
 """No test ends because a busy machine renews late."""
@@ -193,8 +193,7 @@ async def served(model: ModelSpec) -> AsyncIterator[Callable[..., Any]]:
         assert (one.used, one.free_slots) == (0, one.engine._config.state_slots)
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True])
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("stages", "looks_ahead"), [(1, True), (2, False), (3, True)])
 async def test_greedy_tokens_equal_transformers(
     served: Any, expected: Expected, stages: int, looks_ahead: bool
 ) -> None:
@@ -209,7 +208,7 @@ async def test_greedy_tokens_equal_transformers(
     assert {n for message in run.receiver.states for n in message.layers} == set(LINEAR_LAYERS)
 
 
-@pytest.mark.parametrize("length", [47, 48, 49, 150])
+@pytest.mark.parametrize("length", [47, 48, 150])
 async def test_questions_fork_a_session_and_leave_it(served: Any, expected: Expected, length: int) -> None:
     run, document = await served(2), prompt(length)
     first = await run.ask("first", document, GREEDY, keep_tokens=length)
@@ -379,7 +378,7 @@ async def test_state_that_does_not_fit_fails_its_request(served: Any) -> None:
     assert run.free_slots == 40
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 async def test_whatever_is_cached_answers_equal_those_read_anew(
     served: Any, expected: Expected, seed: int
 ) -> None:

@@ -85,8 +85,8 @@ def cut_at(halves: Sequence[int]) -> list[LayerShare]:
 # Cuts between and inside layers, one to five at a time.
 EVERY_LAYER = (1, 3, 5, 7, 9)
 HALVES = {
-    torch.float32: [(6,), (3, 8), EVERY_LAYER],
-    torch.bfloat16: [(1,), (4, 9), (2, 3, 5, 8), EVERY_LAYER],
+    torch.float32: [(3, 8), EVERY_LAYER],
+    torch.bfloat16: [(1, 4, 9), (2, 3, 5, 8)],
 }
 
 
