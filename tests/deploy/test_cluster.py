@@ -47,6 +47,8 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> Any:
     arguments["model"]["path"] = str(model_directory(DEFAULT_MODEL))
     arguments["model"]["adapter"] = str(ROOT / "deploy" / "models" / "smollm2-135m-128k")
     arguments["door"]["tokens_file"] = str(tokens)
+    arguments["prefill"]["drain_s"] = 10  # no other node has room for a successor, which it would wait for
+    arguments["decode"]["drain_s"] = 60
     return found
 
 
