@@ -57,6 +57,7 @@ settings.load_profile("repeatable")
 TOGETHER = {
     "tests/e2e/": "end to end",
     "tests/deploy/test_cluster.py": "cluster",
+    "tests/service/door/clients/": "clients",
     "tests/service/test_served.py": "served",
     "tests/service/local/test_serve_process.py": "serve",
     "tests/workers/prefill/test_prefill_group.py": "actors",

@@ -18,7 +18,8 @@ def python_with(requirements: Path, name: str) -> Path:
     folder = BUILD / name
     python, made = folder / "bin" / "python", folder / "requirements.txt"
     if not made.exists() or made.read_text() != requirements.read_text():
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        uv = Path(sys.executable).parent / "uv"  # installs in a fifth of pip's time
+        install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", python]
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         probe = subprocess.run([*install, _PROBE], capture_output=True, text=True, check=False)
         if probe.returncode:
