@@ -88,11 +88,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort this run's tests: the groups of TOGETHER first, in their order."""
-    long = config.getoption("--long")
-    others = [item for item in items if (item.get_closest_marker("long") is not None) != long]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if (item.get_closest_marker("long") is not None) == long]
+    """Sort this run's tests: the groups of TOGETHER first, in their order. With several ranks only those run
+    whose engine has them."""
+    long, several = config.getoption("--long"), config.getoption("--ranks") > 1
+
+    def runs(item: pytest.Item) -> bool:
+        has_ranks = "bench" in getattr(item, "fixturenames", ())
+        return (item.get_closest_marker("long") is not None) == long and (has_ranks or not several)
+
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = [item for item in items if runs(item)]
     starts = list(TOGETHER)
 
     def place(item: pytest.Item) -> int:
