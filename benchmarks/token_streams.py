@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
     parser.add_argument("--step-ms", type=float, default=9.0)
     given = parser.parse_args(arguments)
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="error")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error")
     actor = ray.remote(TickingActor).options(max_concurrency=1000).remote()
     for streams in given.streams:
         row = asyncio.run(measured(actor, streams, given.tokens, given.step_ms / 1e3))

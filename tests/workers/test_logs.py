@@ -31,7 +31,7 @@ class Actor:
         )
         return handler.format(made)
 
-ray.init(num_cpus=1, include_dashboard=False)
+ray.init(address="local", num_cpus=1, include_dashboard=False)
 logs.name_loggers()
 logging.getLogger("deltafront.driver").info("ready")
 print(ray.get(Actor.remote().line.remote()))
