@@ -53,8 +53,8 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def with_two_workers(content: Any) -> Any:
-    """Let Serve run two decode workers, with shorter delays. These are options of the deployment, so nothing
-    is restarted."""
+    """Let Serve run two decode workers, with shorter delays. Serve then builds the application again, and
+    replaces all replicas."""
     policy = {"policy_function": "deltafront.service.fleet.scaling:WorkersByLoad"}
     policy |= {"policy_kwargs": {"usage": 0.8, "max_batch": 1}}
     delays = {"upscale_delay_s": 0, "downscale_delay_s": 2, "look_back_period_s": 3, "metrics_interval_s": 1}

@@ -37,7 +37,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=[("linear", "object_store", 2), ("rolling", "mapped", 1)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[("linear", "object_store", 2), ("rolling", "mapped", 1)],
+    ids=lambda given: given[0],
+)
 def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The configuration of a tiny model with the embedded model's tokenizer."""
     kind, transport, stages = request.param

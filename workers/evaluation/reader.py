@@ -36,7 +36,7 @@ class Reading:
 
     Attributes:
         tail_TC: Hidden rows of the document's last positions.
-        density: Share of causal tiles that were computed, over all layers.
+        density: Share of causal tiles that were computed, over all layers with attention.
         milliseconds: Time of selection and attention in all layers and chunks: device time on a GPU,
             wall-clock time on a CPU.
         runs: Mean number of runs of similar keys in a block, by layer; None where the method finds none.

@@ -18,7 +18,7 @@ Rows = Callable[[int], RowStates] | None
 class SampleStates:
     """A state of each of `places` samples, or none if the model has no linear attention.
 
-    A state is where its sample's last rows left it. `mark` remembers it, and `rewind` returns to it.
+    A sample's rows change its state. `mark` keeps a copy of it, and `rewind` brings the copy back.
     """
 
     MARKS = "read", "begun"
