@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json as json_format
 import os
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -16,17 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from pydantic import TypeAdapter
 
-from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.methods import MethodError, method_spec
 from deltafront.service.cli.terminal import err, fail, read_options, read_text
 from deltafront.service.wiring import shown_name
-from deltafront.workers.calibration import probes
-from deltafront.workers.calibration.probes import ANSWER_WEIGHT, Document, Text
+from deltafront.workers.calibration.documents import Documents
+from deltafront.workers.calibration.probes import ANSWER_WEIGHT, Document
 from deltafront.workers.model.calibrated.profile import (
     DecodePages,
     Profile,
     ProfiledModel,
-    ProfiledText,
     among,
     load_profile,
 )
@@ -43,8 +40,6 @@ if TYPE_CHECKING:
     from deltafront.workers.calibration.delta_layers import Calibration
     from deltafront.workers.model.decoder.stack import LayerStack
 
-ANSWER_TOKENS = 128
-"""Tokens kept free for each question with its answer."""
 PAGE_OPTIONS = (
     "layers", "dense_layers", "budget", "serving_budget", "recency", "full_layer", "tokens", "json",
 )  # fmt: skip
@@ -110,6 +105,7 @@ def calibrate_command(
     pages: dict[str, Any] = {"budget": budget, "recency": recency, "full_layers": full_layer}
     served = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
     calibration: Calibration | None = None
+    missing: list[float] = []
     try:
         path, old = str(model_directory(model)), str(profile) if add else None
         rope: dict[str, Any] = {"rope_theta": rope_theta, "max_position_embeddings": positions}
@@ -121,7 +117,7 @@ def calibrate_command(
         attention = method_spec(method, read_options(option))
         contents = {file: read_text(file) for file in text}
         _refuse_evaluated(new, contents)
-        documents = _Documents(_tokenizer(Path(path)), contents, questions)
+        documents = Documents(_tokenizer(Path(path)), contents, questions)
         texts = [] if add else documents.for_pages(budget, tokens)
         by_length = {tokens: documents.of_length(tokens) for tokens in sorted(set(length))}
         if density:
@@ -146,6 +142,7 @@ def calibrate_command(
             made = levels.method_levels(stack, by_length, attention, density, tell=_tell, **how)
             runs = levels.runs_by_layer(stack, by_length[length[0]][0], attention)
             new = _with_runs(new.plus(made, profiled), attention.name, runs)
+            missing = sorted(set(density) - {level.density for level in made.levels})
         if profile is not None and new is not None:
             new.write(profile)
     except (ModelError, MethodError, ValueError) as error:
@@ -154,6 +151,10 @@ def calibrate_command(
         print(json_format.dumps({**asdict(calibration), **served}))
     elif calibration is not None:
         print(f"delta_layers: {list(calibration.delta_layers)}")
+    if missing:
+        fail(
+            f"--density {missing[0]:g}: no thresholds are that sparse on these texts; {profile} has the rest"
+        )
 
 
 def _with_runs(profile: Profile, method: str, runs: tuple[float | None, ...]) -> Profile:
@@ -228,59 +229,6 @@ def _refuse_evaluated(profile: Profile | None, contents: Mapping[str, str]) -> N
 
 def _tell(progress: str) -> None:
     err.print(f"{progress} …")
-
-
-class _Documents:
-    """Makes calibration documents from the user's texts, with hidden facts if there are questions."""
-
-    def __init__(self, tokenizer: Tokenizer, contents: dict[str, str], questions: int) -> None:
-        def encode_all(texts: Sequence[str]) -> list[list[int]]:
-            return [done.ids for done in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
-
-        self._tokenizer = tokenizer
-        self._contents = contents
-        self._texts = {file: Text(content, encode_all) for file, content in contents.items()}
-        self._questions = questions
-
-    def for_pages(self, budget: int, tokens: int | None) -> list[Document]:
-        """Make documents from the texts, for choosing Δ-layers. Raises ValueError if a text is too short.
-
-        With questions there are three more documents: facts alone, so that all pages look alike; several
-        values for one key; and chains of variables.
-
-        Args:
-            budget: Page budget K.
-            tokens: Tokens of a document, questions included; by default four times the budget, and room for
-                the questions.
-        """
-        from deltafront.workers.calibration.delta_layers import shortest_text
-
-        most = tokens or 4 * budget * PAGE_TOKENS + self._questions * ANSWER_TOKENS
-        if not self._questions:
-            least = shortest_text(budget)
-            return [Document(self._encode(file, most, least), []) for file in self._contents]
-        first = next(iter(self._texts.values()))
-        room = most - self._questions * ANSWER_TOKENS
-        few = -(-self._questions // probes.VALUES)
-        more = [(probes.haystack, self._questions), (probes.values, few), (probes.chains, few)]
-        return [*self.of_length(most), *(kind(random.Random(0), room, count, first) for kind, count in more)]
-
-    def of_length(self, tokens: int) -> list[Document]:
-        """Make one document per text, of about this many tokens including its questions."""
-        room = tokens - self._questions * ANSWER_TOKENS
-        return [
-            probes.needles(random.Random(number), room, self._questions, text)
-            for number, text in enumerate(self._texts.values())
-        ]
-
-    def profiled(self, tokens: int) -> tuple[ProfiledText, ...]:
-        return tuple(ProfiledText.of(content, tokens) for content in self._contents.values())
-
-    def _encode(self, file: str, most: int, least: int) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(self._contents[file]).ids[:most]
-        if len(ids) < least:
-            raise ValueError(f"{file}: {len(ids)} tokens are too few for this budget, which takes {least}")
-        return ids
 
 
 def _tokenizer(directory: Path) -> Tokenizer:

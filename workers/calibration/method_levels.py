@@ -53,9 +53,12 @@ def method_levels(
         probes: The documents, by length in tokens. Each is prefilled once per layer, and once more.
         profile: An earlier profile, whose lengths also count when the longest length is determined.
 
+    Returns:
+        The levels. A density below the least that the documents' heads reach has none, and `tell` says so.
+
     Raises:
-        ValueError: The method does not rank tiles by a score, or cannot reach one of the densities. Densities
-            below those of sink and window are refused before the first measurement.
+        ValueError: The method does not rank tiles by a score, or sink and window alone take more than one of
+            the densities. This is found before the first measurement.
     """
     require_thresholds(method)
     shaping = shaping_options(method)
@@ -80,11 +83,14 @@ def method_levels(
             tell(f"{which}: costs of layers")
             costs.append(layer_costs(stack, document, build(costed)))
         for density in densities:
-            target = targets[tokens, density]
+            target, least = targets[tokens, density], least_density(measured, allocation)
+            if target < least:
+                tell(f"{tokens} tokens: no thresholds are as sparse as {target:.4f}, only as {least:.4f}")
+                continue
             tell(f"{tokens} tokens: thresholds for a density of {target:.3f}")
             thresholds = placed(head_thresholds(measured, costs, target, allocation, answer_weight), stack)
             really = realised(stack, documents, costed, thresholds)
-            aimed = max(target * min(1.0, target / really), least_density(measured, allocation))
+            aimed = max(target * min(1.0, target / really), least)
             fewer = head_thresholds(measured, costs, min(target, aimed), allocation, answer_weight)
             thresholds = placed(fewer, stack)
             levels.append(Level(density=density, tokens=tokens, share=round(target, 4), amounts=thresholds))

@@ -116,6 +116,21 @@ def test_calibrates_thresholds_for_each_density_and_prompt_length(model: Path, t
     assert "600 tokens, document 1 of 1" in done.stderr
 
 
+def test_a_density_that_is_too_low_costs_no_other_level(model: Path, tmp_path: Path) -> None:
+    """0.7133335 is hardly above the share of sink and window, 0.71333, and below the least of the heads."""
+    (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
+    path = tmp_path / "profile.json"
+    pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
+    level = ("--length", 600, "--method", "xattention", "--option", "window=1", "--profile", path)
+    densities = ("--density", 0.7133335, "--density", 0.9)
+    done = run(model, "--text", tmp_path / "one.txt", *pages, *level, *densities)
+    said = " ".join(done.output.split())
+    assert done.exit_code == 1 and "no thresholds are as sparse as 0.7133" in said
+    assert "--density 0.713333: no thresholds are that sparse on these texts" in said
+    found = load_profile(ModelSpec(path=str(model), profile=str(path)))
+    assert found is not None and [level.density for level in found.prefill[0].levels] == [0.9]
+
+
 def test_profile_marks_densities_with_xattention_thresholds(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
