@@ -11,7 +11,7 @@ import functools
 import json as json_format
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -96,6 +96,10 @@ def evaluate_command(
     quick: Annotated[bool, typer.Option("--quick", help="Stop after two minutes.")] = False,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of facts and their places.")] = 0,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="First calibrate levels of dpxa on the first halves of the texts."),
+    ] = False,
     adapter: Annotated[str | None, typer.Option(help="A PEFT LoRA directory.")] = None,
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
     rope_scaling: Annotated[list[str], typer.Option(help="NAME=NUMBER of model.rope_scaling.")] = [],  # noqa: B006
@@ -114,6 +118,8 @@ def evaluate_command(
     for file in filter(None, (profile, plot)):
         if not file.parent.is_dir():
             fail(f"{file}: there is no directory {file.parent}")
+    if calibrate and profile is None:
+        fail("--calibrate needs --profile: levels are kept in a profile")
     from deltafront.workers.evaluation.answering import default_device
 
     device = device or default_device()
@@ -129,9 +135,12 @@ def evaluate_command(
             profile=str(profile) if profile is not None and profile.exists() else None,
             **spec_of,
         )
-        old, source = load_profile(spec), _Source.of(text, questions)
+        name = shown_name(ModelSpec(path=model, adapter=adapter))
+        old, source = load_profile(spec), _Source.of(text, questions, halved=calibrate)
         source.check(ask, old)
+        old = old or (_empty(name, spec) if profile is not None else None)
         run = _Run(spec, device, old, length, answer_tokens, source, seed)
+        old = run.profile
         evaluation = Evaluation(run.model, trials(setting, ask, old, max(run.tokens), run.recomputes))
         with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is shown
             evaluation.run(run.prompts(), until, _tell)
@@ -142,12 +151,10 @@ def evaluate_command(
     rows = evaluation.rows()
     best, near = found(rows), nearest(rows)
     shown = [evaluation.dense(), *rows.values()]
-    if profile is not None:
-        name = shown_name(ModelSpec(path=model, adapter=adapter))
-        base = old or _empty(name, spec)
+    if profile is not None and old is not None:
         measured = _measured(best, evaluation.dense(), run.tokens, source)
-        runs = {**base.runs, **_runs(shown)}
-        Profile(**{**dict(base), "measured": measured, "runs": runs}).write(profile)
+        runs = {**old.runs, **_runs(shown)}
+        Profile(**{**dict(old), "measured": measured, "runs": runs}).write(profile)
     if plot is not None:
         plot.write_text(svg(shown, f"{shown_name(ModelSpec(path=model))}: {len(evaluation.prompts)} prompts"))
     if json:
@@ -158,19 +165,31 @@ def evaluate_command(
 
 @dataclass(frozen=True)
 class _Source:
-    """The texts that facts are hidden in, and the user's questions."""
+    """The texts that facts are hidden in, and the user's questions.
+
+    Attributes:
+        calibrating: Texts to calibrate levels on first; empty: none are calibrated.
+        whole: The texts of which `texts` are second halves.
+    """
 
     texts: dict[str, str]
     questions: tuple[TaskPrompt, ...]
     own: bool
+    calibrating: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, text: Sequence[str], questions: Path | None) -> _Source:
+    def of(cls, text: Sequence[str], questions: Path | None, *, halved: bool) -> _Source:
+        """Read all. halved: Calibrate on the first half of each text, and evaluate on the second."""
         asked = () if questions is None else tuple(read_prompts(questions))
-        texts = {Path(file).stem: read_text(file) for file in text}
-        if not texts and not asked:
-            texts = {BUILT_IN.stem: read_text(str(BUILT_IN))}
-        return cls(texts, asked, own=bool(text))
+        texts = {Path(file).stem: read_text(file) for file in text or [str(BUILT_IN)]}
+        asks_in_texts = bool(text) or not asked
+        if halved:
+            from deltafront.workers.evaluation.calibration import halves
+
+            first, second = halves(texts)
+            return cls(second if asks_in_texts else {}, asked, bool(text), first, texts)
+        return cls(texts if asks_in_texts else {}, asked, bool(text))
 
     def check(self, ask: str, profile: Profile | None) -> None:
         """Raise ValueError for texts that calibrated the profile, and, unless `ask` is `prompt`, for
@@ -185,7 +204,7 @@ class _Source:
 
 
 class _Run:
-    """The loaded model and its prompts."""
+    """The loaded model and its prompts. `profile`: With the levels that were calibrated, if any were."""
 
     def __init__(
         self,
@@ -202,7 +221,7 @@ class _Run:
 
         cuda = device.startswith("cuda")
         self._tokenizer, self._source, self._seed = _tokenizer(Path(spec.path)), source, seed
-        err.print(f"Loading {spec.path} …", highlight=False, soft_wrap=True)
+        _say(f"Loading {spec.path}")
         stack = load_model(spec, device)
         most = stack.config.positions - answer
         longest = min(length or (GPU_TOKENS if cuda else CPU_TOKENS), most)
@@ -217,6 +236,14 @@ class _Run:
         chunk = GPU_CHUNK if cuda else CPU_CHUNK
         room = max(self.tokens) + 8  # question and document are tokenised apart
         self.recomputes = not stack.config.linear_layers
+        if profile is not None and source.calibrating:
+            from deltafront.workers.evaluation.calibration import with_levels
+
+            tokens = max(self.tokens)
+            profile = with_levels(profile, stack, self._tokenizer, source.calibrating, tokens, _say)
+            used = tuple(ProfiledText.of(content, tokens) for content in source.whole.values())
+            profile = profile.model_copy(update={"texts": tuple(dict.fromkeys((*profile.texts, *used)))})
+        self.profile = profile
         self.model: OneModel = OneModel(stack, self._tokenizer, room, chunk, answer, profile)
 
     def prompts(self) -> Iterator[TaskPrompt]:
@@ -235,6 +262,10 @@ def _tokenizer(directory: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(tokenizer_json(directory))
+
+
+def _say(progress: str) -> None:
+    err.print(f"{progress} …", highlight=False, soft_wrap=True)
 
 
 def _tell(evaluation: Evaluation) -> None:

@@ -12,11 +12,16 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from deltafront.kernels.methods import method_spec
 from deltafront.service.cli.calibrate import calibrate_command
 from deltafront.service.cli.evaluation.command import BUILT_IN, evaluate_command
 from deltafront.service.cli.serve import describe_attention, read_settings
 from deltafront.service.config import ConfigError, parse
 from deltafront.service.wiring import check_start
+from deltafront.workers.calibration.curves import forced_density
+from deltafront.workers.calibration.documents import ANSWER_TOKENS
+from deltafront.workers.calibration.method_levels import selector_of
+from deltafront.workers.evaluation.calibration import densities, halves
 from deltafront.workers.model.calibrated.profile import Measured, Profile, ProfiledText, load_profile
 from deltafront.workers.settings import ModelSpec
 
@@ -38,10 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(model: Path, *arguments: Any) -> Result:
+def run(model: Path, *arguments: Any, setting: str = LITTLE) -> Result:
     app = typer.Typer()
     app.command()(evaluate_command)
-    given = ("--device", "cpu", "--answer-tokens", 4, "--length", 1500, "--setting", LITTLE, *arguments)
+    given = ("--device", "cpu", "--answer-tokens", 4, "--length", 1500, "--setting", setting, *arguments)
     return CliRunner().invoke(app, [str(model), *map(str, given)])
 
 
@@ -132,6 +137,39 @@ def test_evaluates_on_a_users_text_unless_it_calibrated_the_profile(model: Path,
     assert done.exit_code == 0, done.output
     measured, before = Profile.read(profile), ProfiledText.of(PROSE, 1500)
     assert measured.prefill and measured.measured is not None and measured.measured.texts == (before,)
+
+
+def test_calibrates_on_first_halves_and_evaluates_on_second_ones(model: Path, tmp_path: Path) -> None:
+    """Neither a half nor the whole text can be evaluated on afterwards."""
+    text, profile = tmp_path / "mine.txt", tmp_path / "profile.json"
+    words = " ".join(f"Sentence {number} of this text says {number * 7}." for number in range(150))
+    text.write_text(words)
+    assert run(model, "--text", text, "--calibrate").exit_code == 1
+    read = 1500 - 2 * ANSWER_TOKENS
+    level = densities(1500, forced_density(read, selector_of(method_spec("dpxa", {})).rule))[0]
+    setting = f"dpxa:density={level},min_tokens=0"
+    given = ("--text", text, "--profile", profile, "--minutes", 1e-9, "--json")
+    done = run(model, *given, "--calibrate", setting=setting)
+    assert done.exit_code == 0, done.output
+    rows = {row["setting"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
+    assert rows[setting]["samples"] == 1 and 0 < rows[setting]["density"] < 1
+    made = Profile.read(profile)
+    first_level = made.prefill[0].levels[0]
+    assert (first_level.density, first_level.tokens) == (level, 1500)
+    first, second = (halves({"mine": words})[half]["mine"] for half in (0, 1))
+    assert first + second == words and made.measured is not None
+    assert made.measured.texts == (ProfiledText.of(second, 1500),)
+    assert made.texts == (ProfiledText.of(first, 1500), ProfiledText.of(words, 1500))
+    for content in (first, words):
+        text.write_text(content)
+        again = run(model, *given)
+        assert again.exit_code == 1 and "it calibrated the profile" in again.output
+
+
+def test_levels_of_an_evaluation_are_denser_for_shorter_prompts() -> None:
+    assert densities(131_072, forced=0.01) == [0.055, 0.1]
+    assert densities(31_000, forced=0.046) == [0.098, 0.178]
+    assert densities(1500, forced=0.8) == [0.83]
 
 
 def test_calibration_refuses_a_text_that_evaluated(model: Path, tmp_path: Path) -> None:
