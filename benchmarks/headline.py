@@ -17,10 +17,10 @@ HEADER = ("131,072 tokens, one H200", "Deltafront", "compared with", "faster")
 TOKENS = 131_072
 LONGEST = 524_288
 """Prompt length of the table's row with several GPUs, in tokens."""
-_SPARSE = "mapped ttft_dpxa+delta:share=0.1,gamma=64,spread=0.25_recompute_32"
+_SPARSE = "mapped ttft_dpxa+delta:share=0.06,gamma=64,spread=0.25_recompute_32"
 _SHOWN = (
-    _SPARSE, "mapped ttft_dense", "vllm_ttft_dense", "ttft_dpxa", "ttft_fa2_stack", "ttft_dense",
-    "long ttft_dpxa", "long ttft_dense", "token_delta", "token_full",
+    _SPARSE, "mapped ttft_dense", "vllm_ttft_dense", "long ttft_dpxa", "long ttft_dense", "token_delta",
+    "token_full",
 )  # fmt: skip
 
 
@@ -45,22 +45,16 @@ def times(engine_of_8b: Result) -> dict[str, Row]:
 def lines(engine_of_8b: Result) -> list[Line]:
     """Make the lines of README's table of times."""
     of = times(engine_of_8b)
-    sparse, asked, whole = of["ttft_dpxa"], of[_SPARSE], of["long ttft_dpxa"]
+    sparse, whole = of[_SPARSE], of["long ttft_dpxa"]
     dense = "our dense attention"
     vllm = of["vllm_ttft_dense"], f"vLLM {of['vllm_ttft_dense']['version']}, dense"
     return [
         _timed("First token, dense (the default)", of["mapped ttft_dense"], vllm),
         _timed(
-            f"First token, density {asked['density']:.2f}, 32 recomputed blocks",
-            asked,
+            f"First token, density {sparse['density']:.2f}, 32 recomputed blocks",
+            sparse,
             vllm,
             (of["mapped ttft_dense"], dense),
-        ),
-        _timed(
-            f"First token, density {sparse['density']}",
-            sparse,
-            (of["ttft_fa2_stack"], "FlashAttention-2 in our stack"),
-            (of["ttft_dense"], dense),
         ),
         _timed(
             f"First token, {LONGEST:,} tokens, {whole['gpus']} H200s, density {whole['density']}",
