@@ -121,6 +121,20 @@ SESSIONS = Row(
             levels=((0.0, "red"), (2048.0, "orange"), (8192.0, "green")),
         ),
         Panel(
+            "State slots in use",
+            "By decode worker: slots that requests and sessions hold, of models with linear attention or "
+            "rolling buffers (`decode.state_slots`). 0 for others. At 1 new requests wait.",
+            "percentunit",
+            [
+                Query(
+                    f"({by_worker('state_slots', DECODERS)} - {by_worker('state_slots_free', DECODERS)}) / "
+                    f"clamp_min({by_worker('state_slots', DECODERS)}, 1)",
+                    "{{worker}}",
+                )
+            ],
+            levels=((0.8, "orange"), (0.95, "red")),
+        ),
+        Panel(
             "Prompt tokens from cache",
             "Share of all prompt tokens that a session or the prefix cache had, without prefill.",
             "percentunit",
@@ -152,6 +166,7 @@ SESSIONS = Row(
             [
                 Query(by_worker("kv_pages_evicted", DECODERS), "{{worker}}"),
                 Query(by_worker("kv_pages_evicted_retained", DECODERS), "{{worker}} retained"),
+                Query(by_worker("states_evicted", DECODERS), "{{worker}} states"),
             ],
         ),
         Panel(

@@ -26,6 +26,9 @@ class WorkerState(NamedTuple):
     pages_evicted_retained: int = 0
     page_bytes: int = 0
     evicted_age_s: float = 0.0
+    state_slots: int = 0
+    state_slots_free: int = 0
+    states_evicted: int = 0
     append_tokens_per_second: float = 0.0
     fetched_tokens_per_second: float = 0.0
 
@@ -52,6 +55,9 @@ _WORKER_GAUGES = {
     "pages_evicted_retained": ("kv_pages_evicted_retained", "Those that were still to be retained"),
     "page_bytes": ("kv_page_bytes", "Bytes of a page of a decode worker"),
     "evicted_age_s": ("kv_evicted_age_seconds", "Their ages since their last use, added up"),
+    "state_slots": ("state_slots", "Slots for states of linear attention or rolling buffers, held or not"),
+    "state_slots_free": ("state_slots_free", "Those that no request or session holds, cached ones included"),
+    "states_evicted": ("states_evicted", "States evicted from the prefix cache since the start"),
     "append_tokens_per_second": ("append_tokens_per_second", "Recent rate of prefill of a decode worker"),
     "fetched_tokens_per_second": ("kv_fetch_tokens_per_second", "Recent rate of KV fetched back by stages"),
 }

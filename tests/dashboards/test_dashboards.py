@@ -178,7 +178,9 @@ LIMITED = {
         "Queue in tokens", "Waiting for a group", "Tokens read again", "Bubbles", "Unevenness",
         "Launch-bound", "Not hidden by prefill", "Hand-offs that failed",
     },
-    "decode": {"Waiting for a place in the batch", "KV cache pages in use", "Pages free"},
+    "decode": {
+        "Waiting for a place in the batch", "KV cache pages in use", "Pages free", "State slots in use",
+    },
     "workers": {
         "Workers that answer", "Draining", "Doors", "KV cache pages in use", "Replicas healthy",
         "Last XID error of a GPU",

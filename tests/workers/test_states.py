@@ -426,6 +426,18 @@ async def test_cancelled_requests_free_their_slots_and_spoil_no_state(
     assert (await run.ask_session("q", session, question, GREEDY)).ids == expected(document + question)
 
 
+async def test_statistics_tell_slots_and_evicted_states(served: Any) -> None:
+    run = await served(state_slots=12)
+    await run.ask("kept", prompt(100), GREEDY, keep_tokens=100)
+    stats = await run.engine.stats()
+    assert (stats.state_slots, stats.state_slots_free, stats.states_evicted) == (12, 11, 0)
+    for seed in range(4):
+        await run.read(f"r{seed}", prompt(200, seed))
+    stats = await run.engine.stats()
+    assert stats.state_slots_free == 11, "cached states count as free"
+    assert stats.states_evicted > 0
+
+
 async def test_warm_up_leaves_answers_as_they_are(model: ModelSpec, served: Any, expected: Expected) -> None:
     run, ids = await served(warm_up=True), prompt(200)
     config = PrefillConfig(**SIZES, warm_up=("dense", "dpxa"))

@@ -190,6 +190,7 @@ class DecodeEngine:
     async def stats(self) -> DecodeStats:
         self._check_available()
         pool, running = self._manager.pool, self._scheduler.running
+        slots = self._manager.states
         waiting = max(0, self._requests.unended - running) + len(self._requests.queue)
         return DecodeStats(
             name=self.name,
@@ -204,6 +205,9 @@ class DecodeEngine:
             pages_evicted_retained=pool.prefix_cache.evicted_retained,
             page_bytes=page_bytes(self._runner.cache.sides) * (1 + len(self._ranks)),
             evicted_age_s=pool.prefix_cache.evicted_age_s,
+            state_slots=0 if slots is None else slots.total,
+            state_slots_free=0 if slots is None else slots.free,
+            states_evicted=0 if slots is None else slots.evicted,
             tiers=() if self._tiers is None else self._tiers.stats(),
             decoding=self._scheduler.submitted,
             uses=tuple(self._requests.uses()),

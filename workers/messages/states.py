@@ -182,6 +182,9 @@ class DecodeStats(WorkerStats):
         pages_remembered: Pages in the prefix cache, whether a request uses them or not.
         pages_evicted, pages_evicted_retained, evicted_age_s: As `evicted`, `evicted_retained` and
             `evicted_age_s` of `TierStats`, for the pages of the KV cache.
+        state_slots, state_slots_free: Slots for states, and those that no request or session holds, cached
+            states included. 0 if no layer of the model has a state.
+        states_evicted: States evicted from the prefix cache so far.
     """
 
     sessions: int
@@ -191,6 +194,9 @@ class DecodeStats(WorkerStats):
     pages_evicted_retained: int = 0
     page_bytes: int = 0
     evicted_age_s: float = 0.0
+    state_slots: int = 0
+    state_slots_free: int = 0
+    states_evicted: int = 0
     tiers: tuple[TierStats, ...] = ()
     page_tokens: int = PAGE_TOKENS
     uses: tuple[OwnerUse, ...] = ()

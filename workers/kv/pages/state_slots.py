@@ -26,12 +26,15 @@ class StateSlots:
     """Slots with reference counts. A slot without references counts as free, even if its state is cached.
 
     The least recently used cached state is evicted first.
+
+    Attributes:
+        evicted: Number of states evicted so far.
     """
 
     def __init__(self, slots: int) -> None:
         if slots < 1:
             raise ValueError(f"a decode worker needs state slots, got {slots}")
-        self.total = slots
+        self.total, self.evicted = slots, 0
         self._free = list(range(slots, SCRATCH, -1))
         self._references = [0] * (slots + 1)
         self._cached: OrderedDict[bytes, int] = OrderedDict()
@@ -56,6 +59,7 @@ class StateSlots:
     def _evict(self) -> None:
         name = next(name for name, slot in self._cached.items() if not self._references[slot])
         self._free.append(self._drop(name))
+        self.evicted += 1
 
     def _drop(self, name: bytes) -> int:
         slot = self._cached.pop(name)
