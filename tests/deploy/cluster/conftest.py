@@ -145,10 +145,16 @@ class Deployed:
         self.kube.until(whole, "all pods ready")
 
     def is_healthy(self) -> bool:
-        """Return True if no deployment waits for a replica."""
-        applications = self.kube.service()["status"]["activeServiceStatus"]["applicationStatuses"]
-        deployments = applications["deltafront"]["serveDeploymentStatuses"]
-        return all(one["status"] == "HEALTHY" for one in deployments.values())
+        """Return True if all deployments exist and none waits for a replica."""
+        deployments = self.application().get("serveDeploymentStatuses", {})
+        return bool(deployments) and all(one["status"] == "HEALTHY" for one in deployments.values())
+
+    def application(self) -> dict[str, Any]:
+        """Return the application's status in the RayService. While Serve builds the application again, it is
+        empty or has no deployments."""
+        active = self.kube.service().get("status", {}).get("activeServiceStatus", {})
+        found: dict[str, Any] = active.get("applicationStatuses", {}).get("deltafront", {})
+        return found
 
     @contextmanager
     def load(self, what: str) -> Iterator[Load]:

@@ -33,8 +33,7 @@ def test_a_changed_configuration_loses_no_request(deployed: Deployed, what: str)
 
 
 def state(deployed: Deployed) -> str:
-    status = deployed.kube.service()["status"]["activeServiceStatus"]["applicationStatuses"]
-    return str(status["deltafront"]["status"])
+    return str(deployed.application().get("status"))
 
 
 def test_a_configuration_that_does_not_load_changes_nothing(deployed: Deployed) -> None:
