@@ -9,6 +9,7 @@ import json as json_format
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -22,6 +23,7 @@ from deltafront.workers.calibration.documents import Documents
 from deltafront.workers.calibration.probes import ANSWER_WEIGHT, Document
 from deltafront.workers.model.calibrated.profile import (
     DecodePages,
+    MethodLevels,
     Profile,
     ProfiledModel,
     among,
@@ -105,7 +107,7 @@ def calibrate_command(
     pages: dict[str, Any] = {"budget": budget, "recency": recency, "full_layers": full_layer}
     served = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
     calibration: Calibration | None = None
-    missing: list[float] = []
+    missing = ""
     try:
         path, old = str(model_directory(model)), str(profile) if add else None
         rope: dict[str, Any] = {"rope_theta": rope_theta, "max_position_embeddings": positions}
@@ -142,7 +144,7 @@ def calibrate_command(
             made = levels.method_levels(stack, by_length, attention, density, tell=_tell, **how)
             runs = levels.runs_by_layer(stack, by_length[length[0]][0], attention)
             new = _with_runs(new.plus(made, profiled), attention.name, runs)
-            missing = sorted(set(density) - {level.density for level in made.levels})
+            missing = _missing(made, density, length)
         if profile is not None and new is not None:
             new.write(profile)
     except (ModelError, MethodError, ValueError) as error:
@@ -152,9 +154,16 @@ def calibrate_command(
     elif calibration is not None:
         print(f"delta_layers: {list(calibration.delta_layers)}")
     if missing:
-        fail(
-            f"--density {missing[0]:g}: no thresholds are that sparse on these texts; {profile} has the rest"
-        )
+        fail(f"{missing}; {profile} has the other levels")
+
+
+def _missing(made: MethodLevels, densities: list[float], lengths: list[int]) -> str:
+    """Return which density the texts did not reach; empty: all levels were made."""
+    had = {(level.density, level.tokens) for level in made.levels}
+    for density, tokens in product(densities, lengths):
+        if (density, tokens) not in had:
+            return f"--density {density:g}: no thresholds are that sparse at {tokens} tokens"
+    return ""
 
 
 def _with_runs(profile: Profile, method: str, runs: tuple[float | None, ...]) -> Profile:

@@ -126,7 +126,7 @@ def test_a_density_that_is_too_low_costs_no_other_level(model: Path, tmp_path: P
     done = run(model, "--text", tmp_path / "one.txt", *pages, *level, *densities)
     said = " ".join(done.output.split())
     assert done.exit_code == 1 and "no thresholds are as sparse as 0.7133" in said
-    assert "--density 0.713333: no thresholds are that sparse on these texts" in said
+    assert "--density 0.713333: no thresholds are that sparse at 600 tokens" in said
     found = load_profile(ModelSpec(path=str(model), profile=str(path)))
     assert found is not None and [level.density for level in found.prefill[0].levels] == [0.9]
 
