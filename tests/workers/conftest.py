@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
@@ -31,6 +34,19 @@ from deltafront.workers.settings import DecodeConfig, ModelSpec
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
 LAYERS = 6
+
+
+def reference_without_fla() -> None:
+    """Let transformers compute linear attention in PyTorch. It chooses when these modules are imported: where
+    flash-linear-attention is installed, its GPU kernels, for tensors of the CPU too."""
+    sys.modules["fla"] = None  # type: ignore[assignment]  # so that importing it fails
+    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    del sys.modules["fla"]
+
+
+if importlib.util.find_spec("fla"):
+    reference_without_fla()
 
 
 @pytest.fixture(scope="module")
