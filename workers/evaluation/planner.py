@@ -63,7 +63,7 @@ def trials(
     Raises:
         ValueError: A setting is wrong, or `settings` is empty and no default setting is left.
     """
-    listed = [Setting.parse(each) for each in settings or [*_levels(profile), *SETTINGS]]
+    listed = [Setting.parse(each) for each in settings or [*_levels(profile, tokens), *SETTINGS]]
     for each in listed:
         if each.delta:
             raise ValueError(
@@ -84,13 +84,14 @@ def _applies(setting: Setting, tokens: int) -> bool:
     return 4 * BLOCK * setting.blocks <= tokens and not is_exact(parse_method(setting.method), tokens)
 
 
-def _levels(profile: Profile | None) -> Iterator[str]:
+def _levels(profile: Profile | None, tokens: int) -> Iterator[str]:
     """Yield each level of the profile with the correction and blocks that are best on real models
-    (docs/experiments/0012)."""
+    (docs/experiments/0012): 32, or a quarter of a short prompt."""
+    blocks = min(32, tokens // (4 * BLOCK))
     for method in () if profile is None else profile.prefill:
         shaping = "".join(f"{key}={float(value):g}," for key, value in method.options.items())
         for density in sorted({level.density for level in method.levels}):
-            yield f"{method.method}+delta:{shaping}density={density:g},gamma=64,spread=0.25@32"
+            yield f"{method.method}+delta:{shaping}density={density:g},gamma=64,spread=0.25@{blocks}"
 
 
 def endless_prompts(
