@@ -57,8 +57,8 @@ def method_levels(
         The levels. A density below the least that the documents' heads reach has none, and `tell` says so.
 
     Raises:
-        ValueError: The method does not rank tiles by a score, or sink and window alone take more than one of
-            the densities. This is found before the first measurement.
+        ValueError: The method does not rank tiles by a score, or a density is below that of sink and window
+            alone. Both are found before the first measurement.
     """
     require_thresholds(method)
     shaping = shaping_options(method)

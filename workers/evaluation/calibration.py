@@ -1,29 +1,28 @@
-"""Calibrates levels for an evaluation, on texts other than those that it evaluates on."""
+"""Calibrates levels for an evaluation, on the first halves of texts. It evaluates on the second halves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from deltafront.kernels.methods import method_spec
 from deltafront.workers.calibration.curves import forced_density
 from deltafront.workers.calibration.documents import Documents
 from deltafront.workers.calibration.method_levels import GROWTH, Told, method_levels, selector_of
-from deltafront.workers.model.calibrated.profile import Profile
+from deltafront.workers.model.calibrated.profile import Profile, ProfiledText
 from deltafront.workers.model.decoder.stack import LayerStack
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DENSITIES = 0.055, 0.1
-"""Densities of the levels at LONGEST tokens. At other lengths they are scaled as levels are (`GROWTH`). Such
-levels keep the answers of Qwen2.5-Coder (docs/experiments/0012)."""
+"""Densities of the levels at LONGEST tokens. At other lengths they are scaled as levels are (`GROWTH`). They
+are near those that keep dense attention's answers in docs/experiments/0013."""
 LONGEST = 131_072
 _ABOVE_FORCED = 0.03
 """A level is at least this much denser than sink and window alone."""
-_TEXTS = 2
-"""Texts that are calibrated on, at most. Each takes two dense prefills, and one more for each layer."""
+MOST_TEXTS = 2
+"""Each text that is calibrated on takes two dense prefills, and one more for each layer."""
 _QUESTIONS, _TOKENS_A_QUESTION = 40, 750
 
 
@@ -51,16 +50,18 @@ def with_levels(
     tokens: int,
     tell: Told,
 ) -> Profile:
-    """Add levels of `dpxa` for prompts of `tokens` tokens to a profile, calibrated on the first texts.
+    """Add levels of `dpxa` for prompts of `tokens` tokens to a profile, calibrated on texts' first halves.
 
-    Raises ValueError if one of these texts is too short.
+    The profile also lists the whole texts, so that no later run evaluates on them. Raises ValueError if a
+    half is too short.
     """
     method = method_spec("dpxa", {})
     questions = max(1, min(_QUESTIONS, tokens // _TOKENS_A_QUESTION))
-    documents = Documents(tokenizer, dict(islice(texts.items(), _TEXTS)), questions)
+    documents = Documents(tokenizer, halves(texts)[0], questions)
     read = documents.of_length(tokens)
     rule = selector_of(method).rule
     forced = max(forced_density(len(document.ids), rule) for document in read)
     wanted = densities(tokens, forced)
     made = method_levels(stack, {tokens: read}, method, wanted, tell=tell, profile=profile)
-    return profile.plus(made, documents.profiled(tokens))
+    whole = tuple(ProfiledText.of(text, tokens) for text in texts.values())
+    return profile.plus(made, (*documents.profiled(tokens), *whole))

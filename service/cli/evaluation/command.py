@@ -12,6 +12,7 @@ import json as json_format
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -98,7 +99,7 @@ def evaluate_command(
     seed: Annotated[int, typer.Option(help="Seed of facts and their places.")] = 0,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="First calibrate levels of dpxa on the first halves of the texts."),
+        typer.Option("--calibrate", help="First calibrate levels of dpxa on halves of two texts at most."),
     ] = False,
     adapter: Annotated[str | None, typer.Option(help="A PEFT LoRA directory.")] = None,
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
@@ -138,10 +139,11 @@ def evaluate_command(
         name = shown_name(ModelSpec(path=model, adapter=adapter))
         old, source = load_profile(spec), _Source.of(text, questions, halved=calibrate)
         source.check(ask, old)
-        old = old or (_empty(name, spec) if profile is not None else None)
-        run = _Run(spec, device, old, length, answer_tokens, source, seed)
-        old = run.profile
-        evaluation = Evaluation(run.model, trials(setting, ask, old, max(run.tokens), run.recomputes))
+        base = old or _empty(name, spec)
+        run = _Run(spec, device, base, length, answer_tokens, source, seed)
+        if calibrate and profile is not None:
+            run.profile.write(profile)  # so that an interrupted evaluation leaves the levels
+        evaluation = Evaluation(run.model, trials(setting, ask, run.profile, max(run.tokens), run.recomputes))
         with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is shown
             evaluation.run(run.prompts(), until, _tell)
     except (ModelError, MethodError, PromptError, ValueError) as error:
@@ -151,10 +153,10 @@ def evaluate_command(
     rows = evaluation.rows()
     best, near = found(rows), nearest(rows)
     shown = [evaluation.dense(), *rows.values()]
-    if profile is not None and old is not None:
+    if profile is not None:
         measured = _measured(best, evaluation.dense(), run.tokens, source)
-        runs = {**old.runs, **_runs(shown)}
-        Profile(**{**dict(old), "measured": measured, "runs": runs}).write(profile)
+        runs = {**run.profile.runs, **_runs(shown)}
+        Profile(**{**dict(run.profile), "measured": measured, "runs": runs}).write(profile)
     if plot is not None:
         plot.write_text(svg(shown, f"{shown_name(ModelSpec(path=model))}: {len(evaluation.prompts)} prompts"))
     if json:
@@ -168,28 +170,26 @@ class _Source:
     """The texts that facts are hidden in, and the user's questions.
 
     Attributes:
-        calibrating: Texts to calibrate levels on first; empty: none are calibrated.
-        whole: The texts of which `texts` are second halves.
+        calibrating: Texts on whose first halves levels are calibrated first. `texts` has their second halves.
     """
 
     texts: dict[str, str]
     questions: tuple[TaskPrompt, ...]
     own: bool
     calibrating: dict[str, str] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: Sequence[str], questions: Path | None, *, halved: bool) -> _Source:
-        """Read all. halved: Calibrate on the first half of each text, and evaluate on the second."""
+        """Read all. halved: Calibrate on first halves of the first texts."""
         asked = () if questions is None else tuple(read_prompts(questions))
         texts = {Path(file).stem: read_text(file) for file in text or [str(BUILT_IN)]}
-        asks_in_texts = bool(text) or not asked
+        calibrating: dict[str, str] = {}
         if halved:
-            from deltafront.workers.evaluation.calibration import halves
+            from deltafront.workers.evaluation.calibration import MOST_TEXTS, halves
 
-            first, second = halves(texts)
-            return cls(second if asks_in_texts else {}, asked, bool(text), first, texts)
-        return cls(texts if asks_in_texts else {}, asked, bool(text))
+            calibrating = dict(islice(texts.items(), MOST_TEXTS))
+            texts |= halves(calibrating)[1]
+        return cls(texts if text or not asked else {}, asked, bool(text), calibrating)
 
     def check(self, ask: str, profile: Profile | None) -> None:
         """Raise ValueError for texts that calibrated the profile, and, unless `ask` is `prompt`, for
@@ -210,7 +210,7 @@ class _Run:
         self,
         spec: ModelSpec,
         device: str,
-        profile: Profile | None,
+        profile: Profile,
         length: int | None,
         answer: int,
         source: _Source,
@@ -236,13 +236,11 @@ class _Run:
         chunk = GPU_CHUNK if cuda else CPU_CHUNK
         room = max(self.tokens) + 8  # question and document are tokenised apart
         self.recomputes = not stack.config.linear_layers
-        if profile is not None and source.calibrating:
+        if source.calibrating:
             from deltafront.workers.evaluation.calibration import with_levels
 
-            tokens = max(self.tokens)
-            profile = with_levels(profile, stack, self._tokenizer, source.calibrating, tokens, _say)
-            used = tuple(ProfiledText.of(content, tokens) for content in source.whole.values())
-            profile = profile.model_copy(update={"texts": tuple(dict.fromkeys((*profile.texts, *used)))})
+            given = source.calibrating, max(self.tokens)
+            profile = with_levels(profile, stack, self._tokenizer, *given, _say)
         self.profile = profile
         self.model: OneModel = OneModel(stack, self._tokenizer, room, chunk, answer, profile)
 

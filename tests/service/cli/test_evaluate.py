@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from deltafront.kernels.methods import method_spec
 from deltafront.service.cli.calibrate import calibrate_command
-from deltafront.service.cli.evaluation.command import BUILT_IN, evaluate_command
+from deltafront.service.cli.evaluation.command import BUILT_IN, _Source, evaluate_command
 from deltafront.service.cli.serve import describe_attention, read_settings
 from deltafront.service.config import ConfigError, parse
 from deltafront.service.wiring import check_start
@@ -22,6 +22,7 @@ from deltafront.workers.calibration.curves import forced_density
 from deltafront.workers.calibration.documents import ANSWER_TOKENS
 from deltafront.workers.calibration.method_levels import selector_of
 from deltafront.workers.evaluation.calibration import densities, halves
+from deltafront.workers.evaluation.evaluation import Evaluation
 from deltafront.workers.model.calibrated.profile import Measured, Profile, ProfiledText, load_profile
 from deltafront.workers.settings import ModelSpec
 
@@ -164,6 +165,25 @@ def test_calibrates_on_first_halves_and_evaluates_on_second_ones(model: Path, tm
         text.write_text(content)
         again = run(model, *given)
         assert again.exit_code == 1 and "it calibrated the profile" in again.output
+
+
+def test_only_two_texts_are_halved_and_levels_outlive_an_interruption(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = " ".join(f"Sentence {number} of this text says {number * 7}." for number in range(150))
+    texts, profile = [tmp_path / f"{name}.txt" for name in "abc"], tmp_path / "profile.json"
+    for text in texts:
+        text.write_text(f"{text.stem} {words}")
+    source = _Source.of([*map(str, texts)], None, halved=True)
+    assert [len(source.texts[name]) < 2 * len(words) / 3 for name in "abc"] == [True, True, False]
+
+    def interrupted(*_arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluation, "run", interrupted)
+    done = run(model, "--text", texts[0], "--calibrate", "--profile", profile)
+    assert done.exit_code == 1 and "interrupted before" in done.output
+    assert Profile.read(profile).prefill[0].levels
 
 
 def test_levels_of_an_evaluation_are_denser_for_shorter_prompts() -> None:
