@@ -1,5 +1,5 @@
-"""Paged decode attention in Triton (flash-decoding). `_attend` computes each split of the keys, `_merge`
-combines the splits, `_score` computes page scores without reading the keys again.
+"""Paged decode attention in Triton (flash-decoding, cut by stream-K). `_attend` computes each split of the
+keys, `_merge` combines the splits, `_score` computes page scores without reading the keys again.
 
 Shape suffixes: C splits of a request, B blocks of keys, T keys of a block, E bundles of 8 blocks, W the
 blocks of a bundle.
@@ -22,51 +22,10 @@ BUNDLE = 8
 """Blocks of keys whose running maxima are written together."""
 _PAGE = tl.constexpr(PAGE_TOKENS)
 _BUNDLE = tl.constexpr(BUNDLE)
+_LANES = tl.constexpr(128)
+"""Requests whose lengths `_share_of` loads at once."""
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(math.log(2))
-
-
-@triton.jit
-def _assigned(
-    lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Find the request and the split that a slot computes. A slot is a program's number within its KV head.
-
-    Every request gets one split. max_splits - 1 further splits are divided among requests in proportion to
-    their tokens, so that programs end together. Splits are multiples of STEP tokens. The lengths are read on
-    the device, so a CUDA graph stays valid. The loop uses only scalars, to save vector registers.
-
-    Returns:
-        The slot's request r, the split's index in r, r's number of splits (0: no request is left), and r's
-            numbers of tokens and of selected pages.
-    """
-    total = 0
-    for n in range(requests):
-        _length, _count, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE, WINDOW)
-        total += steps
-    r = 0
-    split = slot
-    splits = 0
-    tokens = 0
-    count = 0
-    first_slot = 0
-    read = 0
-    shared = 0
-    for n in range(requests):
-        length, chosen, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE, WINDOW)
-        read += steps
-        until = read * (max_splits - 1) // total  # a running total, so that rounding loses no split
-        splits_n = tl.minimum(1 + until - shared, steps)
-        shared = until
-        is_own = (first_slot <= slot) & (slot < first_slot + splits_n)
-        r = tl.where(is_own, n, r)
-        split = tl.where(is_own, slot - first_slot, split)
-        splits = tl.where(is_own, splits_n, splits)
-        tokens = tl.where(is_own, length, tokens)
-        count = tl.where(is_own, chosen, count)
-        first_slot += splits_n
-    return r, split, splits, tokens, count
 
 
 @triton.jit
@@ -76,12 +35,14 @@ def _window_from(length, STEP: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr, WINDOW: tl.constexpr):
-    length = tl.load(lengths_ptr + n)
+def _read(lengths_ptr, counts_ptr, n, valid, STEP: tl.constexpr, SPARSE: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the numbers of tokens, of selected pages, and of steps of STEP tokens that requests n read. A
+    request that is not `valid` reads nothing."""
+    length = tl.load(lengths_ptr + n, mask=valid, other=0)
     count = length
     read = length
     if SPARSE:
-        count = tl.load(counts_ptr + n)
+        count = tl.load(counts_ptr + n, mask=valid, other=0)
         read = tl.where(count > 0, count * _PAGE, length)
     if WINDOW:
         read = length - _window_from(length, STEP, WINDOW)
@@ -89,31 +50,76 @@ def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr, 
 
 
 @triton.jit
-def _split_of(
-    lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr,
-    BLOCK: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, WINDOW: tl.constexpr,
+def _share_of(
+    lengths_ptr, counts_ptr, slot, slots, requests, STEP: tl.constexpr, SPARSE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Find which tokens a slot reads (`_assigned`).
+    """Find the steps that a slot computes. A slot is a program's number within its KV head.
+
+    All requests' steps in a row are cut into equal shares, one for each slot (stream-K), so that programs end
+    together. To begin a request takes about as long as a step, so each counts one step more, unless all are
+    equal: these are cut alike. The lengths are read on the device, so a CUDA graph stays valid.
 
     Returns:
-        The slot's request, the split's index, the request's number of splits, begin and end of the split's
-            tokens (counted among selected tokens if pages are selected), the first token of the window, and
-            True if pages are selected.
+        The steps of a share, the slot's first step and the one after its last, the request r of its first
+            step, the number of steps before r, and the number of steps to begin a request.
     """
-    STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # a bundle must lie in one split
-    r, split, splits, tokens, count = _assigned(
-        lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE, WINDOW
-    )
+    lane = tl.arange(0, _LANES)
+    total = 0
+    most = 0
+    for first_lane in range(0, requests, _LANES):
+        n = first_lane + lane
+        _length, _count, steps = _read(lengths_ptr, counts_ptr, n, n < requests, STEP, SPARSE, WINDOW)
+        total += tl.sum(steps, 0)
+        most = tl.maximum(most, tl.max(steps, 0))
+    begins = tl.where(total == most * requests, 0, 1)
+    total += begins * requests
+    share = tl.cdiv(total, slots)
+    first = slot * share
+    r = 0
+    before = 0
+    read = 0
+    for first_lane in range(0, requests, _LANES):
+        n = first_lane + lane
+        _length, _count, steps = _read(lengths_ptr, counts_ptr, n, n < requests, STEP, SPARSE, WINDOW)
+        steps += tl.where(n < requests, begins, 0)
+        over = (read + tl.cumsum(steps, 0) <= first) & (n < requests)
+        r += tl.sum(over.to(tl.int32), 0)
+        before += tl.sum(tl.where(over, steps, 0), 0)
+        read += tl.sum(steps, 0)
+    return share, first, tl.minimum(first + share, total), r, before, begins
+
+
+@triton.jit
+def _split_of(
+    lengths_ptr, selected_ptr, counts_ptr, r, slot, share, at, last, before, begins, stride_sr,
+    STEP: tl.constexpr, SPARSE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Find which tokens of request r a slot reads.
+
+    Args:
+        share, last, before, begins: From `_share_of`, for r.
+        at: The first step that the slot computes in r.
+
+    Returns:
+        The split's index in r, r's number of splits, begin and end of the split's tokens (counted among
+            selected tokens if pages are selected), the first token of the window, True if pages are selected,
+            and the number of steps before the next request.
+    """
+    tokens, count, steps = _read(lengths_ptr, counts_ptr, r, True, STEP, SPARSE, WINDOW)
+    read_from = before + begins
+    after = read_from + steps
     selects = count > 0  # count 0: read every page
     if SPARSE:  # columns ascend, so only the last page can have empty slots
-        last = tl.load(selected_ptr + r * stride_sr + tl.maximum(count, 1) - 1)
-        chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
+        last_page = tl.load(selected_ptr + r * stride_sr + tl.maximum(count, 1) - 1)
+        chosen = count * _PAGE - tl.maximum((last_page + 1) * _PAGE - tokens, 0)
         tokens = tl.where(selects, chosen, tokens)
     first = _window_from(tokens, STEP, WINDOW) if WINDOW else 0
-    split_tokens = tl.cdiv(tl.cdiv(tokens - first, STEP), tl.maximum(splits, 1)) * STEP
-    begin = first + split * split_tokens
-    end = tl.minimum(begin + split_tokens, tokens)  # a slot without a request has no tokens
-    return r, split, splits, begin, end, tokens - WINDOW, selects
+    begin = first + tl.maximum(at - read_from, 0) * STEP
+    end = tl.minimum(first + (tl.minimum(last, after) - read_from) * STEP, tokens)
+    first_slot = read_from // share
+    splits = (after - 1) // share - first_slot + 1
+    return slot - first_slot, splits, begin, end, tokens - WINDOW, selects, after
 
 
 @triton.jit
@@ -137,7 +143,7 @@ def _leave_for_score(
 
 
 @triton.jit(do_not_specialize=["bundles", "max_splits", "requests"])
-def _attend(
+def _attend(  # noqa: PLR0915
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, selected_ptr, counts_ptr, acc_RHCD_ptr, m_RHC_ptr,
     l_RHC_ptr, splits_R_ptr, p_RBHT_ptr, m_REHW_ptr, scale_log2, stride_qr, stride_qh, stride_kp,
     stride_ks, stride_kg, stride_vp, stride_vs, stride_vg, stride_tr, stride_sr, bundles, max_splits,
@@ -145,67 +151,84 @@ def _attend(
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of the query heads of key head g over one split of a request. The grid is (g, slot).
-    ROWS: the query heads, padded for tl.dot."""
+    """Compute attention of the query heads of key head g over a slot's splits of requests. The grid is
+    (g, slot). ROWS: the query heads, padded for tl.dot."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
-    r, split, splits, begin, end, seen_from, selects = _split_of(
-        lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr, BLOCK, SPARSE, SCORED,
-        WINDOW,
-    )  # fmt: skip
-    table = table_ptr + r * stride_tr
-    selected = selected_ptr + r * stride_sr
-    active = splits > 0
-
+    STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # a bundle must lie in one split
+    share, at, last, r, before, begins = _share_of(
+        lengths_ptr, counts_ptr, slot, tl.num_programs(1), requests, STEP, SPARSE, WINDOW
+    )
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D)
     key = tl.arange(0, BLOCK)
     valid_head = row < GROUP
     head = g * GROUP + row
-    q_at = r * stride_qr + head[:, None] * stride_qh + d[None, :]
-    q = tl.load(q_ptr + q_at, mask=valid_head[:, None], other=0.0).to(k_ptr.dtype.element_ty)
     k_base = k_ptr + g * stride_kg + (key % _PAGE)[:, None] * stride_ks + d[None, :]
     v_base = v_ptr + g * stride_vg + (key % _PAGE)[:, None] * stride_vs + d[None, :]
+    while at < last:
+        split, splits, begin, end, seen_from, selects, after = _split_of(
+            lengths_ptr, selected_ptr, counts_ptr, r, slot, share, at, last, before, begins, stride_sr, STEP,
+            SPARSE, WINDOW,
+        )  # fmt: skip
+        table = table_ptr + r * stride_tr
+        selected = selected_ptr + r * stride_sr
+        q_at = r * stride_qr + head[:, None] * stride_qh + d[None, :]
+        q = tl.load(q_ptr + q_at, mask=valid_head[:, None], other=0.0).to(k_ptr.dtype.element_ty)
 
-    # Load page ids one block ahead. Otherwise they take half of the pipeline's stages.
-    column = (begin + key) // _PAGE
-    if SPARSE:
-        column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
-    next_page = tl.load(table + column, mask=begin + key < end, other=0)
-    bundle_m = tl.zeros([ROWS, _BUNDLE], tl.float32)
-    m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    for start in range(begin, end, BLOCK):
-        valid = (start + key < end) & (start + key >= seen_from) if WINDOW else start + key < end
-        page = next_page.to(tl.int64)[:, None]
-        next_key = start + BLOCK + key
-        column = next_key // _PAGE
+        # Load page ids one block ahead. Otherwise they take half of the pipeline's stages.
+        column = (begin + key) // _PAGE
         if SPARSE:
-            column = tl.load(selected + column, mask=(next_key < end) & selects, other=column)
-        next_page = tl.load(table + column, mask=next_key < end, other=0)
+            column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
+        next_page = tl.load(table + column, mask=begin + key < end, other=0)
+        bundle_m = tl.zeros([ROWS, _BUNDLE], tl.float32)
+        m_i = tl.full([ROWS], float("-inf"), tl.float32)
+        l_i = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D], tl.float32)
+        for start in range(begin, end, BLOCK):
+            valid = (start + key < end) & (start + key >= seen_from) if WINDOW else start + key < end
+            page = next_page.to(tl.int64)[:, None]
+            next_key = start + BLOCK + key
+            column = next_key // _PAGE
+            if SPARSE:
+                column = tl.load(selected + column, mask=(next_key < end) & selects, other=column)
+            next_page = tl.load(table + column, mask=next_key < end, other=0)
 
-        k = tl.load(k_base + page * stride_kp, mask=valid[:, None], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        s = tl.where(valid[None, :], s, float("-inf"))
-        m_ij = tl.maximum(m_i, tl.max(s, 1))
-        p = tl.exp2(s - m_ij[:, None])
-        alpha = tl.exp2(m_i - m_ij)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        v = tl.load(v_base + page * stride_vp, mask=valid[:, None], other=0.0)
-        p_16 = p.to(v.dtype)
-        acc = tl.dot(p_16, v, acc * alpha[:, None], input_precision="ieee")
-        m_i = m_ij
-        if SCORED:
-            bundle_m = _leave_for_score(
-                p_RBHT_ptr, m_REHW_ptr, p_16, m_i, bundle_m, r * bundles, start, end, head, heads, valid_head
-            )
+            k = tl.load(k_base + page * stride_kp, mask=valid[:, None], other=0.0)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            s = tl.where(valid[None, :], s, float("-inf"))
+            m_ij = tl.maximum(m_i, tl.max(s, 1))
+            p = tl.exp2(s - m_ij[:, None])
+            alpha = tl.exp2(m_i - m_ij)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            v = tl.load(v_base + page * stride_vp, mask=valid[:, None], other=0.0)
+            p_16 = p.to(v.dtype)
+            acc = tl.dot(p_16, v, acc * alpha[:, None], input_precision="ieee")
+            m_i = m_ij
+            if SCORED:
+                bundle_m = _leave_for_score(
+                    p_RBHT_ptr,
+                    m_REHW_ptr,
+                    p_16,
+                    m_i,
+                    bundle_m,
+                    r * bundles,
+                    start,
+                    end,
+                    head,
+                    heads,
+                    valid_head,
+                )
 
-    part = (r * heads + head).to(tl.int64) * max_splits + split
-    tl.store(m_RHC_ptr + part, m_i, mask=valid_head & active)  # -inf where the split has no keys
-    tl.store(l_RHC_ptr + part, l_i, mask=valid_head & active)
-    tl.store(acc_RHCD_ptr + part[:, None] * D + d[None, :], acc, mask=valid_head[:, None] & active)
-    tl.store(splits_R_ptr + r, splits, mask=active & (split == 0) & (g == 0))
+        part = (r * heads + head).to(tl.int64) * max_splits + split
+        stored = valid_head & (begin < end)  # a share may end while it begins a request
+        tl.store(m_RHC_ptr + part, m_i, mask=stored)
+        tl.store(l_RHC_ptr + part, l_i, mask=stored)
+        tl.store(acc_RHCD_ptr + part[:, None] * D + d[None, :], acc, mask=stored[:, None])
+        tl.store(splits_R_ptr + r, splits, mask=(split == 0) & (g == 0))
+        at = after
+        before = after
+        r += 1
 
 
 @triton.jit(do_not_specialize=["max_splits"])

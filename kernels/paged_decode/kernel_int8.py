@@ -16,7 +16,7 @@ import triton.language as tl
 
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.layers.kv_int8 import UNIT, scale_of
-from deltafront.kernels.paged_decode.kernel import BUNDLE, _leave_for_score, _split_of
+from deltafront.kernels.paged_decode.kernel import BUNDLE, _leave_for_score, _share_of, _split_of
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 _BUNDLE = tl.constexpr(BUNDLE)
@@ -64,83 +64,90 @@ def _attend_int8(  # noqa: PLR0915
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     PAIRS: tl.constexpr = D // 2
-    r, split, splits, begin, end, seen_from, selects = _split_of(
-        lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr, BLOCK, SPARSE, SCORED,
-        WINDOW,
-    )  # fmt: skip
-    table = table_ptr + r * stride_tr
-    selected = selected_ptr + r * stride_sr
-    active = splits > 0
-
+    STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # a bundle must lie in one split
+    share, at, last, r, before, begins = _share_of(
+        lengths_ptr, counts_ptr, slot, tl.num_programs(1), requests, STEP, SPARSE, WINDOW
+    )
     row = tl.arange(0, ROWS)
     pair = tl.arange(0, PAIRS)
     key = tl.arange(0, BLOCK)
     valid_head = row < GROUP
     head = g * GROUP + row
-    q_at = q_ptr + r * stride_qr + head[:, None] * stride_qh + 2 * pair[None, :]
-    q_even = tl.load(q_at, mask=valid_head[:, None], other=0.0).to(tl.float32)
-    q_odd = tl.load(q_at + 1, mask=valid_head[:, None], other=0.0).to(tl.float32)
-    # Scale each row of q by a power of two into float16's range.
-    largest = tl.maximum(tl.max(tl.abs(q_even), 1), tl.max(tl.abs(q_odd), 1))
-    q_exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126)
-    q_exponent = tl.minimum(q_exponent, 126)
-    q_even = (q_even * _power_of_2(-q_exponent)[:, None]).to(tl.float16)
-    q_odd = (q_odd * _power_of_2(-q_exponent)[:, None]).to(tl.float16)
-    q_scale = _power_of_2(q_exponent) * (scale_log2 * UNIT)
     inside = g * stride_g + (key % _PAGE)[:, None] * stride_s + pair[None, :]
     scale_inside = g + (key % _PAGE) * stride_scale_s
+    while at < last:
+        split, splits, begin, end, seen_from, selects, after = _split_of(
+            lengths_ptr, selected_ptr, counts_ptr, r, slot, share, at, last, before, begins, stride_sr, STEP,
+            SPARSE, WINDOW,
+        )  # fmt: skip
+        table = table_ptr + r * stride_tr
+        selected = selected_ptr + r * stride_sr
+        q_at = q_ptr + r * stride_qr + head[:, None] * stride_qh + 2 * pair[None, :]
+        q_even = tl.load(q_at, mask=valid_head[:, None], other=0.0).to(tl.float32)
+        q_odd = tl.load(q_at + 1, mask=valid_head[:, None], other=0.0).to(tl.float32)
+        # Scale each row of q by a power of two into float16's range.
+        largest = tl.maximum(tl.max(tl.abs(q_even), 1), tl.max(tl.abs(q_odd), 1))
+        q_exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126)
+        q_exponent = tl.minimum(q_exponent, 126)
+        q_even = (q_even * _power_of_2(-q_exponent)[:, None]).to(tl.float16)
+        q_odd = (q_odd * _power_of_2(-q_exponent)[:, None]).to(tl.float16)
+        q_scale = _power_of_2(q_exponent) * (scale_log2 * UNIT)
 
-    # Load page ids and scales one block ahead. Otherwise they take half of the pipeline's stages.
-    column = (begin + key) // _PAGE
-    if SPARSE:
-        column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
-    next_page = tl.load(table + column, mask=begin + key < end, other=0)
-    at = next_page.to(tl.int64) * stride_scale_p + scale_inside
-    k_byte = tl.load(k_scale_ptr + at, mask=begin + key < end, other=0)
-    v_byte = tl.load(v_scale_ptr + at, mask=begin + key < end, other=0)
-    bundle_m = tl.zeros([ROWS, _BUNDLE], tl.float32)
-    m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    even = tl.zeros([ROWS, PAIRS], tl.float32)
-    odd = tl.zeros([ROWS, PAIRS], tl.float32)
-    for start in range(begin, end, BLOCK):
-        valid = (start + key < end) & (start + key >= seen_from) if WINDOW else start + key < end
-        page = next_page.to(tl.int64)
-        next_key = start + BLOCK + key
-        column = next_key // _PAGE
+        # Load page ids and scales one block ahead. Otherwise they take half of the pipeline's stages.
+        column = (begin + key) // _PAGE
         if SPARSE:
-            column = tl.load(selected + column, mask=(next_key < end) & selects, other=column)
-        next_page = tl.load(table + column, mask=next_key < end, other=0)
+            column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
+        next_page = tl.load(table + column, mask=begin + key < end, other=0)
+        scale_at = next_page.to(tl.int64) * stride_scale_p + scale_inside
+        k_byte = tl.load(k_scale_ptr + scale_at, mask=begin + key < end, other=0)
+        v_byte = tl.load(v_scale_ptr + scale_at, mask=begin + key < end, other=0)
+        bundle_m = tl.zeros([ROWS, _BUNDLE], tl.float32)
+        m_i = tl.full([ROWS], float("-inf"), tl.float32)
+        l_i = tl.zeros([ROWS], tl.float32)
+        even = tl.zeros([ROWS, PAIRS], tl.float32)
+        odd = tl.zeros([ROWS, PAIRS], tl.float32)
+        for start in range(begin, end, BLOCK):
+            valid = (start + key < end) & (start + key >= seen_from) if WINDOW else start + key < end
+            page = next_page.to(tl.int64)
+            next_key = start + BLOCK + key
+            column = next_key // _PAGE
+            if SPARSE:
+                column = tl.load(selected + column, mask=(next_key < end) & selects, other=column)
+            next_page = tl.load(table + column, mask=next_key < end, other=0)
 
-        k_factor = scale_of(k_byte)
-        v_factor = scale_of(v_byte)
-        v_log2 = v_byte.to(tl.float32) * 0.125 - 15.0  # linear between powers of two: up to 0.09 too low
-        kv_at = inside + page[:, None] * stride_p
-        k_even, k_odd = _unpacked(tl.load(k_ptr + kv_at, mask=valid[:, None], other=0))
-        s = tl.dot(q_even, tl.trans(k_even))
-        s = tl.dot(q_odd, tl.trans(k_odd), s) * q_scale[:, None] * k_factor[None, :]
-        s = tl.where(valid[None, :], s, float("-inf"))
-        m_ij = tl.maximum(m_i, tl.max(s + v_log2[None, :], 1))
-        p = tl.exp2(s - m_ij[:, None])
-        alpha = tl.exp2(m_i - m_ij)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        v_even, v_odd = _unpacked(tl.load(v_ptr + kv_at, mask=valid[:, None], other=0))
-        weight_16 = (p * v_factor[None, :]).to(tl.float16)
-        even = tl.dot(weight_16, v_even, even * alpha[:, None])
-        odd = tl.dot(weight_16, v_odd, odd * alpha[:, None])
-        m_i = m_ij
-        at = next_page.to(tl.int64) * stride_scale_p + scale_inside
-        k_byte = tl.load(k_scale_ptr + at, mask=next_key < end, other=0)
-        v_byte = tl.load(v_scale_ptr + at, mask=next_key < end, other=0)
-        if SCORED:
-            bundle_m = _leave_for_score(
-                p_RBHT_ptr, m_REHW_ptr, p, m_i, bundle_m, r * bundles, start, end, head, heads, valid_head
-            )
+            k_factor = scale_of(k_byte)
+            v_factor = scale_of(v_byte)
+            v_log2 = v_byte.to(tl.float32) * 0.125 - 15.0  # linear between powers of two: up to 0.09 too low
+            kv_at = inside + page[:, None] * stride_p
+            k_even, k_odd = _unpacked(tl.load(k_ptr + kv_at, mask=valid[:, None], other=0))
+            s = tl.dot(q_even, tl.trans(k_even))
+            s = tl.dot(q_odd, tl.trans(k_odd), s) * q_scale[:, None] * k_factor[None, :]
+            s = tl.where(valid[None, :], s, float("-inf"))
+            m_ij = tl.maximum(m_i, tl.max(s + v_log2[None, :], 1))
+            p = tl.exp2(s - m_ij[:, None])
+            alpha = tl.exp2(m_i - m_ij)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            v_even, v_odd = _unpacked(tl.load(v_ptr + kv_at, mask=valid[:, None], other=0))
+            weight_16 = (p * v_factor[None, :]).to(tl.float16)
+            even = tl.dot(weight_16, v_even, even * alpha[:, None])
+            odd = tl.dot(weight_16, v_odd, odd * alpha[:, None])
+            m_i = m_ij
+            scale_at = next_page.to(tl.int64) * stride_scale_p + scale_inside
+            k_byte = tl.load(k_scale_ptr + scale_at, mask=next_key < end, other=0)
+            v_byte = tl.load(v_scale_ptr + scale_at, mask=next_key < end, other=0)
+            if SCORED:
+                bundle_m = _leave_for_score(
+                    p_RBHT_ptr, m_REHW_ptr, p, m_i, bundle_m, r * bundles, start, end, head, heads, valid_head
+                )
 
-    part = (r * heads + head).to(tl.int64) * max_splits + split
-    tl.store(m_RHC_ptr + part, m_i, mask=valid_head & active)
-    tl.store(l_RHC_ptr + part, l_i, mask=valid_head & active)
-    acc_at = acc_RHCD_ptr + part[:, None] * D + 2 * pair[None, :]
-    tl.store(acc_at, even * UNIT, mask=valid_head[:, None] & active)
-    tl.store(acc_at + 1, odd * UNIT, mask=valid_head[:, None] & active)
-    tl.store(splits_R_ptr + r, splits, mask=active & (split == 0) & (g == 0))
+        part = (r * heads + head).to(tl.int64) * max_splits + split
+        stored = valid_head & (begin < end)
+        tl.store(m_RHC_ptr + part, m_i, mask=stored)
+        tl.store(l_RHC_ptr + part, l_i, mask=stored)
+        acc_at = acc_RHCD_ptr + part[:, None] * D + 2 * pair[None, :]
+        tl.store(acc_at, even * UNIT, mask=stored[:, None])
+        tl.store(acc_at + 1, odd * UNIT, mask=stored[:, None])
+        tl.store(splits_R_ptr + r, splits, mask=(split == 0) & (g == 0))
+        at = after
+        before = after
+        r += 1

@@ -31,7 +31,7 @@ class SplitPlan:
 
     Attributes:
         block: Keys per block.
-        splits: Number of KV splits over the whole batch, as in Flash-Decoding.
+        splits: Programs per KV head. Together they read all requests' keys once, in equal shares.
         warps, stages: Triton's options for `_attend`.
         score_blocks: Blocks per program of `_score`.
         score_warps: Warps of `_score`.
@@ -122,9 +122,9 @@ def _attend(
     if dim not in DECODE_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")
     _, m_REHW = scratch
-    # Requests of equal length get the same number of splits, and every program has work.
-    max_splits = max(1, plan.splits - plan.splits % requests - requests + 1)
-    splits = (requests, heads, max_splits)
+    # Requests of equal length get the same number of splits if each gets one.
+    slots = plan.splits - plan.splits % requests if plan.splits > requests else plan.splits
+    splits = (requests, heads, slots)
     acc_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)
     m_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
     l_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
@@ -134,7 +134,7 @@ def _attend(
         chosen, counts = selection.selected_RK, selection.counts_R
         chosen_stride = chosen.stride(0)
     splits_of = (acc_RHCD, m_RHC, l_RHC, splits_R)
-    grid = x.k_PSGD.shape[2], requests + max_splits - 1
+    grid = x.k_PSGD.shape[2], slots
     what = (
         x.table_RP,
         x.lengths_R,
@@ -145,7 +145,7 @@ def _attend(
         x.scale * LOG2E,
         *x.q_RHD.stride()[:2],
     )
-    sizes = x.table_RP.stride(0), chosen_stride, m_REHW.shape[1], max_splits, requests
+    sizes = x.table_RP.stride(0), chosen_stride, m_REHW.shape[1], slots, requests
     constants = {
         "GROUP": x.group,
         "ROWS": max(16, triton.next_power_of_2(x.group)),
@@ -172,10 +172,10 @@ def _attend(
         *splits_of,
         out_RHD,
         lse_RH,
-        max_splits,
+        slots,
         heads,
         C=_FIRST_SPLITS,
-        M=triton.next_power_of_2(max(1, max_splits - _FIRST_SPLITS)),
+        M=triton.next_power_of_2(max(1, slots - _FIRST_SPLITS)),
         D=dim,
         num_warps=4,
     )

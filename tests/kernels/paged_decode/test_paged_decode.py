@@ -145,7 +145,7 @@ def test_split_plan_does_not_change_the_output(cut: SplitPlan) -> None:
 
 @pytest.mark.parametrize("lengths", [[1, 700, 16, 1], [300], [5, 5, 5, 5, 5], [17, 200, 90]])
 @pytest.mark.parametrize("splits", [1, 3, 16])
-def test_divides_splits_among_requests_by_their_pages(lengths: list[int], splits: int) -> None:
+def test_divides_keys_of_all_requests_among_programs(lengths: list[int], splits: int) -> None:
     """The test has requests with all pages and with selected pages."""
     x, cut = make(lengths, Shape(dtype=DTYPES[0])), SplitPlan(32, splits)
     chosen = [list(range(0, -(-tokens // PAGE_TOKENS), 2)) for tokens in lengths]
@@ -160,6 +160,16 @@ def test_divides_splits_among_requests_by_their_pages(lengths: list[int], splits
     ):
         assert_rows_close(out_RHD, expected_RHD)
         torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
+
+
+def test_finds_its_share_among_more_requests_than_it_loads_at_once() -> None:
+    lengths = [3] * 100 + [90, 1] + [20] * 30
+    x = make(lengths, Shape(q_heads=1, kv_heads=1, dtype=DTYPES[0]))
+    with poisoned_empty():
+        out_RHD, lse_RH = launch.paged_attention(x, SplitPlan(32, 7))
+    expected_RHD, expected_RH = cpu.paged_attention(fp32(x))
+    assert_rows_close(out_RHD, expected_RHD)
+    torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
 
 
 def test_float32_queries_attend_to_16_bit_pages() -> None:
