@@ -34,6 +34,9 @@ CONFIRM_S = 600.0
 PACE_S = 2.5e-4
 """Seconds between two items of a stream, times the actor's running streams. An item costs that much CPU time
 at both ends, with one event or with several."""
+SWITCH_S = 2e-4
+"""Python's thread switch interval in a worker, in seconds, so that one thread's Python code delays another
+thread's launches and answers little."""
 REPLICA_CPUS = 0.1
 """CPUs that a replica asks for. Its actors do the work."""
 

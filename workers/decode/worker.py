@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from deltafront.workers.messages.requests import DecodeFailed
 from deltafront.workers.messages.stages import Rendezvous
 from deltafront.workers.messages.states import DECODE_PREFIX, DecodeStats
 from deltafront.workers.progress import Tell, progress, silent
-from deltafront.workers.remote import REPLICA_CPUS, Failure, failure_of, hosts, placement_of, remote
+from deltafront.workers.remote import REPLICA_CPUS, SWITCH_S, Failure, failure_of, hosts, placement_of, remote
 from deltafront.workers.replica import HEAD_PATIENCE_S, Replica
 from deltafront.workers.roles import DecodeWorker, Rank
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
@@ -61,6 +62,7 @@ class DecodeActor(Leaving):
 
         self._pairing = pairing(model, handoff, config.kv_dtype, config.tensor_parallel)
         self._compilations = watch(config.device, config.kernel_cache)
+        sys.setswitchinterval(SWITCH_S)
         self._ranks = ranks
         links = [RankOverRay(number, actor) for number, actor in enumerate(ranks, start=1)]
         tracer = Tracer(provider(spans, name))

@@ -31,6 +31,7 @@ from deltafront.workers.remote import (
     COMMANDS,
     NOTICES,
     REPLICA_CPUS,
+    SWITCH_S,
     Failure,
     hosts,
     in_lane,
@@ -45,9 +46,6 @@ from deltafront.workers.tracing import SpanSink, Tracer, provider
 if TYPE_CHECKING:
     from deltafront.workers.prefill.stage.stage import PrefillStage
 
-_SWITCH_S = 2e-4
-"""Python's thread switch interval in seconds, so that the launching thread does not delay the reporting
-one."""
 _LEAVE_S = 10.0
 _ASK_AGAIN_S = 0.2
 
@@ -101,7 +99,7 @@ class StageActor:
         from deltafront.workers.prefill.stage.stage import load_stage
 
         set_up_compute_thread(self._config.threads, self._config.device)
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         self._compilations = watch(self._config.device, self._config.kernel_cache)
         tell = progress(f"stage {self._number} of {self._config.stages}")
         memory = self._decode_workers_memory(tell)
