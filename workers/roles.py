@@ -41,8 +41,15 @@ class Stage(Protocol):
     def open(self, request: stages.OpenRequest) -> Answer[None]:
         """Prepare for a request's chunks. If the request resumes, fetch earlier KV from the decode worker."""
 
-    def run_chunk(self, command: stages.ChunkCommand) -> Deferred[stages.ChunkReport]:
-        """Run a chunk. The first part returns once all kernels are launched, before the GPU has finished."""
+    def run_batch(
+        self, commands: Sequence[stages.ChunkCommand]
+    ) -> Deferred[list[stages.ChunkReport | stages.RequestFailed]]:
+        """Run chunks of different prompts together. The first part returns once all kernels are launched,
+        before the GPU has finished.
+
+        Returns:
+            Each chunk's report, or the error that ends its request.
+        """
 
     def close(self, request_id: str) -> Answer[bool]:
         """End a request; unknown ids are ignored. The caller must not send further commands for it.

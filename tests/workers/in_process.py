@@ -264,9 +264,10 @@ def local_controller(
     receiver: LocalReceiver,
     source: KVSource | None = None,
     kv_dtype: KVDtype | None = None,
+    batch_tokens: int = 0,
 ) -> PrefillController:
     """Load a prefill group into this process. Use it from one event loop, and call `stop()` at the end.
-    `source` is None if no prompt is resumed."""
+    `source` is None if no prompt is resumed. With `batch_tokens` prompts share batches on a CPU, too."""
     ends: Sequence[Activations] = [NoActivations()]
     if config.stages > 1:
         ends = QueueActivations.chain(config.stages)
@@ -278,8 +279,9 @@ def local_controller(
             model, config, number, activations, lambda _cache: sender, kv_dtype=kv_dtype, source=source
         )
         threads.append(StageThread(stage, config.threads, activations.abort))
-        if stage.stack.device.type == "cuda":
+        if stage.stack.device.type == "cuda" or batch_tokens:
             work = ModelWork.of(stage.stack.config, config.stages, stage.stack.quantised)
+            work = replace(work, batch_tokens=batch_tokens) if batch_tokens else work
 
     def end_stages(_hanging: int | None) -> None:
         for thread in threads:

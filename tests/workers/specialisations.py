@@ -29,7 +29,7 @@ from deltafront.workers.decode.runner import DecodeRunner, warm_up
 from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.messages.requests import Sampling
-from deltafront.workers.messages.stages import ChunkCommand, OpenRequest
+from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest
 from deltafront.workers.model.calibrated.profile import (
     Level,
     MethodLevels,
@@ -96,13 +96,12 @@ def read(stage: PrefillStage, config: PrefillConfig, case: Case, tokens: int, sc
         ids = np.zeros(count, dtype="<u4").tobytes()
         last = start + count == tokens
         FakeGpu.reads.clear()
-        end = stage.run_chunk(
-            ChunkCommand(
-                request_id="r", start=start, tokens=count, last=last, wants_logits=last, token_ids=ids
-            )
+        command = ChunkCommand(
+            request_id="r", start=start, tokens=count, last=last, wants_logits=last, token_ids=ids
         )
+        end = stage.run_batch([command])
         waits |= {*FakeGpu.reads}
-        end()
+        assert isinstance(end()[0], ChunkReport)
     stage.close("r")
     return waits
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_method_signature_decides_the_kind_of_remote_call() -> None:
     commands = dict.fromkeys(("open", "close", "pages_used"), Form.COMMAND)
-    assert forms(Stage) == {**commands, "run_chunk": Form.DEFERRED, "abandon": Form.NOTICE}
+    assert forms(Stage) == {**commands, "run_batch": Form.DEFERRED, "abandon": Form.NOTICE}
     calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
     assert forms(Group) == {**calls, "queue_refusal": Form.CALL, "prefill": Form.STREAM}
     kv = "announce first_logits state kv held_state open_pages close_pages"
@@ -169,7 +169,7 @@ class TwoParts:
         self.begun: list[str] = []
         self.go = threading.Event()
 
-    def run_chunk(self, command: str) -> Callable[[], str]:
+    def run_batch(self, command: str) -> Callable[[], str]:
         if command == "bad":
             raise RequestFailed("not this one")
         self.begun.append(command)
@@ -197,7 +197,7 @@ def test_second_part_of_a_command_does_not_block_later_commands() -> None:
         chunks = ("a", "bad", "broken", "b")
         answers = [ends.submit(actor.end_begun, f"key of {chunk}") for chunk in chunks]
         for chunk in chunks:
-            commands.submit(actor.run_chunk, f"key of {chunk}", chunk).result(60)
+            commands.submit(actor.run_batch, f"key of {chunk}", chunk).result(60)
         assert actor.hosted.begun == ["a", "broken", "b"] and not answers[0].done()
         actor.hosted.go.set()
         assert answers[0].result(60) == "a has ended"
@@ -277,10 +277,10 @@ async def test_commands_are_sent_before_await_and_notices_use_another_queue() ->
 async def test_both_parts_of_a_remote_command_are_sent_at_once() -> None:
     handle = Handle(7)
     stage: Any = remote_stage(handle, 0)
-    replies = [stage.run_chunk("a"), stage.run_chunk("b"), stage.close("c")]
+    replies = [stage.run_batch("a"), stage.run_batch("b"), stage.close("c")]
     begun = {"concurrency_group": COMMANDS}, {"concurrency_group": ENDS}
     names = [(name, how) for name, how, _ in handle.sent]
-    assert names == [("run_chunk", begun[0]), ("end_begun", begun[1])] * 2 + [("close", begun[0])]
+    assert names == [("run_batch", begun[0]), ("end_begun", begun[1])] * 2 + [("close", begun[0])]
     keys = [arguments[0] for _, _, arguments in handle.sent[:4]]
     assert keys[0] == keys[1] != keys[2] == keys[3]
     assert [handle.sent[n][2][1] for n in (0, 2)] == ["a", "b"]
@@ -306,7 +306,7 @@ async def test_stage_failures_become_plain_errors(
 ) -> None:
     stage: Any = remote_stage(Handle(error), 1)
     with pytest.raises(wanted) as raised:
-        await stage.run_chunk(None)
+        await stage.run_batch(None)
     assert type(raised.value) is wanted and str(raised.value) == message
     assert raised.value.__cause__ is None
 
@@ -347,9 +347,9 @@ def meaning(failure: Failure) -> Exception: return RuntimeError(failure.message)
 async def call(actor: object, command: ChunkCommand, reservation: Reservation) -> None:
     stage = remote(Stage, "stage 0", actor, meaning)
     worker = remote(DecodeWorker, "decode:a", actor, meaning)
-    stage.run_chunk(command)
+    stage.run_batch([command])
     await worker.reserve(reservation)
-    stage.run_chunk("a")  # wrong: [arg-type]
+    stage.run_batch(command)  # wrong: [arg-type]
     stage.prefill(command)  # wrong: [attr-defined]
     await worker.reserve(reservation, 1)  # wrong: [call-arg]
     answer: int = await worker.reserve(reservation)  # wrong: [assignment]

@@ -32,6 +32,12 @@ class PrefillCost:
         pairs = tokens * (start + end) / 2
         return self.chunk_s * chunks + self.token_s * tokens + self.pair_s * pairs
 
+    def queued_seconds(self, start: int, end: int, batch_tokens: int) -> float:
+        """Predict `seconds` of a prompt that waits. If it is short, other prompts share its batch of
+        `batch_tokens`, and with it the seconds per chunk."""
+        alone = max(0.0, 1 - (end - start) / batch_tokens) if batch_tokens else 0.0
+        return self.seconds(start, end) - self.chunk_s * alone
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStats:

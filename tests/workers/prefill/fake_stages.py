@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from deltafront.kernels.methods import method_spec
 from deltafront.workers.messages.events import LayerDensity
 from deltafront.workers.messages.requests import PrefillJob
-from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest
+from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
 from deltafront.workers.prefill.group.chunks import ModelWork
 from deltafront.workers.prefill.group.controller import PrefillController
 from deltafront.workers.settings import PrefillConfig
@@ -29,6 +29,8 @@ class FakeStage:
         """The serials of all opened requests, in order."""
         self.lent: dict[str, int] = {}
         """For each request id, how often `close` still reports that its pages are being read."""
+        self.batches: list[list[str]] = []
+        """The request ids of each batch."""
         self.wrong: list[str] = []
         self.stopped = False
         self.stuck = False
@@ -38,22 +40,27 @@ class FakeStage:
 
     def open(self, request: OpenRequest) -> Awaitable[None]:
         self.serials.append(request.serial)
-        return self._send(("open", request.request_id, 0), lambda: self._open(request))
+        return self._send([("open", request.request_id, 0)], lambda: self._open(request))
 
-    def run_chunk(self, command: ChunkCommand) -> Awaitable[ChunkReport]:
-        if (self.stage == 0) != (len(command.token_ids) == 4 * command.tokens):
-            self.wrong.append("token ids are for the first stage, all of them")
-        return self._send(("chunk", command.request_id, command.start), lambda: self._chunk(command))
+    def run_batch(self, commands: Sequence[ChunkCommand]) -> Awaitable[list[ChunkReport | RequestFailed]]:
+        for command in commands:
+            if (self.stage == 0) != (len(command.token_ids) == 4 * command.tokens):
+                self.wrong.append("token ids are for the first stage, all of them")
+        if len({command.request_id for command in commands}) < len(commands):
+            self.wrong.append("two chunks of one prompt in a batch")
+        self.batches.append([command.request_id for command in commands])
+        entries = [("chunk", command.request_id, command.start) for command in commands]
+        return self._send(entries, lambda: [self._outcome(command) for command in commands])
 
     def close(self, request_id: str) -> Awaitable[bool]:
-        return self._send(("close", request_id, 0), lambda: self._close(request_id))
+        return self._send([("close", request_id, 0)], lambda: self._close(request_id))
 
     def abandon(self, serial: int) -> None:
         self.log.append(("abandon", "", serial))
 
     def pages_used(self) -> Awaitable[int]:
         used = sum(len(request.pages) for request in self.opened.values())
-        return self._send(("pages", "", 0), lambda: used)
+        return self._send([("pages", "", 0)], lambda: used)
 
     def stop(self) -> None:
         self.stopped = True
@@ -61,12 +68,12 @@ class FakeStage:
             if not owed.done():
                 owed.set_exception(RuntimeError(f"stage {self.stage} died"))
 
-    def _send(self, entry: tuple[str, str, int], work: Callable[[], Any]) -> Awaitable[Any]:
+    def _send(self, entries: Sequence[tuple[str, str, int]], work: Callable[[], Any]) -> Awaitable[Any]:
         loop = asyncio.get_running_loop()
         owed: asyncio.Future[Any] = loop.create_future()
         self._owed.add(owed)
         before, self._tail = self._tail, owed
-        self.log.append(entry)
+        self.log += entries
 
         async def run() -> None:
             if before is not None:
@@ -95,6 +102,12 @@ class FakeStage:
         self.opened.pop(request_id, None)
         self.lent[request_id] = self.lent.get(request_id, 0) - 1
         return self.lent[request_id] < 0
+
+    def _outcome(self, command: ChunkCommand) -> ChunkReport | RequestFailed:
+        try:
+            return self._chunk(command)
+        except RequestFailed as error:
+            return error
 
     def _chunk(self, command: ChunkCommand) -> ChunkReport:
         if command.request_id not in self.opened:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deltafront.workers.messages.stages import ChunkCommand
-from deltafront.workers.prefill.stage.chunk import ChunkWork
+from deltafront.workers.prefill.stage.chunk import BatchTimes, ChunkWork
 from deltafront.workers.prefill.stage.phases import CudaPhases, PhaseTimer, phase_timer
 
 
@@ -126,7 +126,7 @@ def test_reports_the_time_from_the_last_launch_to_the_chunks_end(on_gpu: bool) -
         clock.now += 0.5
         work.seal()
         work.wait()
-    assert work.report(0, 0.0).launched_ahead == (1.5 if on_gpu else None)
+    assert work.report(0, BatchTimes.of([work], 0.0)).launched_ahead == (1.5 if on_gpu else None)
 
 
 @pytest.mark.gpu

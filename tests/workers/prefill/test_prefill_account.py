@@ -86,21 +86,21 @@ def test_critical_parts_always_add_up_to_the_wall_time(
 def test_prefill_rate_ignores_idle_time_and_old_chunks() -> None:
     throughput = Throughput()
     assert throughput.tokens_per_second == 0.0
-    throughput.record_chunk(500, sent=0.0, ended=1.0)
-    throughput.record_chunk(500, sent=0.5, ended=2.0)
+    throughput.record_batch(500, sent=0.0, ended=1.0)
+    throughput.record_batch(500, sent=0.5, ended=2.0)
     assert throughput.tokens_per_second == pytest.approx(500.0)
-    throughput.record_chunk(500, sent=1000.0, ended=1001.0)
+    throughput.record_batch(500, sent=1000.0, ended=1001.0)
     assert throughput.tokens_per_second == pytest.approx(500.0), "nobody waited from 2 to 1000"
     for k in range(60):
-        throughput.record_chunk(500, sent=2000.0 + 5 * k, ended=2005.0 + 5 * k)
+        throughput.record_batch(500, sent=2000.0 + 5 * k, ended=2005.0 + 5 * k)
     assert throughput.tokens_per_second == pytest.approx(100.0, rel=0.02)
 
 
 def test_prefill_rate_is_reset_after_an_idle_minute() -> None:
     throughput = Throughput()
     assert throughput.idle(5.0) == math.inf
-    throughput.record_chunk(500, sent=0.0, ended=60.0)
-    throughput.record_chunk(500, sent=119.0, ended=120.0)
+    throughput.record_batch(500, sent=0.0, ended=60.0)
+    throughput.record_batch(500, sent=119.0, ended=120.0)
     assert throughput.tokens_per_second < 20 and throughput.idle(150.0) == 30.0
-    throughput.record_chunk(500, sent=180.0, ended=181.0)
+    throughput.record_batch(500, sent=180.0, ended=181.0)
     assert throughput.tokens_per_second == pytest.approx(500.0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 
 import pytest
 
+from deltafront.kernels.methods import method_spec
 from deltafront.workers.messages.events import LayerDensity, PrefillDone
 from deltafront.workers.messages.requests import (
     PrefillFailed,
@@ -19,6 +21,7 @@ from deltafront.workers.messages.requests import (
 from deltafront.workers.messages.stages import (
     ChunkCommand,
     ChunkReport,
+    RequestFailed,
 )
 from deltafront.workers.prefill.group import schedule
 from deltafront.workers.prefill.group.chunks import ModelWork, StageWork, plan_chunks
@@ -199,15 +202,15 @@ class HeldStage(FakeStage):
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage, lambda: 0.0, no_trouble)
-        self.held: list[tuple[ChunkCommand, asyncio.Future[ChunkReport]]] = []
+        self.held: list[tuple[Sequence[ChunkCommand], asyncio.Future[list[ChunkReport | RequestFailed]]]] = []
 
-    def run_chunk(self, command: ChunkCommand) -> Awaitable[ChunkReport]:
-        self.held.append((command, asyncio.get_running_loop().create_future()))
+    def run_batch(self, commands: Sequence[ChunkCommand]) -> Awaitable[list[ChunkReport | RequestFailed]]:
+        self.held.append((commands, asyncio.get_running_loop().create_future()))
         return self.held[-1][1]
 
     def answer(self, chunk: int) -> None:
-        command, owed = self.held[chunk]
-        owed.set_result(self._chunk(command))
+        commands, owed = self.held[chunk]
+        owed.set_result([self._chunk(command) for command in commands])
 
 
 async def test_chunks_finish_in_the_order_in_which_they_were_sent() -> None:
@@ -232,3 +235,58 @@ async def test_chunks_finish_in_the_order_in_which_they_were_sent() -> None:
     assert sum(layer.causal for layer in done[2].report.density) == 2 * 2 * 2.0, (
         "both chunks are in the report"
     )
+
+
+async def batches_of(
+    prompts: Sequence[PrefillJob], batch_tokens: int = 512, pages: int = 256
+) -> list[list[str]]:
+    """Prefill prompts that arrive while a long one runs. Return the batches after those of the long one."""
+    config = PrefillConfig(stages=2, chunk_tokens=512, cache_tokens=16 * pages)
+    fakes = [FakeStage(stage, lambda: 0.01, no_trouble) for stage in range(2)]
+    work = ModelWork((StageWork(1, 0, 2),) * 2, batch_tokens=batch_tokens)
+    controller = controller_of(fakes, config, work)
+    running = [asyncio.create_task(collect(controller, job("long", 1536)))]
+    await asyncio.sleep(0)
+    running += [asyncio.create_task(collect(controller, prompt)) for prompt in prompts]
+    for events in await asyncio.gather(*running):
+        assert isinstance(events[-1], PrefillDone)
+        report = events[-1].report
+        assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-12)
+    assert fakes[0].batches == fakes[1].batches
+    await assert_clean(controller, fakes)
+    return [batch for batch in fakes[0].batches if batch != ["long"]]
+
+
+@timeless
+async def test_short_prompts_share_a_batch_in_the_order_of_the_queue() -> None:
+    prompts = [job("a", 100), job("b", 300), job("c", 90), job("d", 200), job("e", 500)]
+    assert await batches_of(prompts) == [["c", "a", "d"], ["b"], ["e"]]
+    assert await batches_of(prompts, batch_tokens=0) == [["c"], ["a"], ["d"], ["b"], ["e"]]
+
+
+@timeless
+async def test_prompt_of_another_method_or_without_pages_joins_no_batch() -> None:
+    other = replace(job("b", 110), method=method_spec("streaming"))
+    assert await batches_of([job("a", 100), other, job("c", 120)]) == [["a"], ["b"], ["c"]]
+    pages = 96 + 7 + 8  # of the long prompt, and of a and c
+    assert await batches_of([job("a", 100), job("b", 400), job("c", 120)], 640, pages) == [["a", "c"], ["b"]]
+
+
+@timeless
+async def test_prompt_that_fails_leaves_the_others_of_its_batch_alone() -> None:
+    def trouble(request_id: str) -> None:
+        if request_id == "bad":
+            raise RequestFailed("it overflowed")
+
+    config = PrefillConfig(stages=2, chunk_tokens=512, cache_tokens=4096)
+    fakes = [FakeStage(stage, lambda: 0.01, trouble) for stage in range(2)]
+    controller = controller_of(fakes, config, ModelWork((StageWork(1, 0, 2),) * 2, batch_tokens=512))
+    names = ("before", "a", "bad", "b")
+    running = [asyncio.create_task(collect(controller, job(name, 100))) for name in names]
+    outcomes = await asyncio.gather(*running, return_exceptions=True)
+    assert [isinstance(events, list) and isinstance(events[-1], PrefillDone) for events in outcomes] == [
+        name != "bad" for name in names
+    ]
+    assert isinstance(outcomes[2], PrefillFailed) and str(outcomes[2]) == "it overflowed"
+    assert any({"bad", "b"} <= {*batch} for batch in fakes[0].batches)
+    await assert_clean(controller, fakes)

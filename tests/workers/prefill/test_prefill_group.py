@@ -158,7 +158,7 @@ async def test_abandon_runs_during_a_chunk_and_commands_keep_order(cluster: Any)
 
         def open(self, request: Any) -> None: ...
 
-        def run_chunk(self, command: Any) -> Any:
+        def run_batch(self, command: Any) -> Any:
             until = time.monotonic() + HANG_S
             while self.wanted and time.monotonic() < until:
                 time.sleep(0.005)
@@ -181,7 +181,7 @@ async def test_abandon_runs_during_a_chunk_and_commands_keep_order(cluster: Any)
 
     actor = start_actor(SlowActor, 0, 0, {})
     stage: Any = remote_stage(actor, 0)
-    replies = [stage.run_chunk(None), *(stage.close(name) for name in "abcde")]
+    replies = [stage.run_batch(None), *(stage.close(name) for name in "abcde")]
     stage.abandon(1)
     assert await asyncio.gather(*replies) == ["stopped", *(list("abcde"[: n + 1]) for n in range(5))]
     ray.kill(actor)

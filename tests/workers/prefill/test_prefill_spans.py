@@ -25,7 +25,7 @@ from ..timeless import timeless
 from ..tiny_model import make_tiny_model, random_ids
 from .fake_stages import FakeStage, assert_clean, collect, controller_of, job, no_trouble
 from .test_prefill_stage import Collector
-from .test_stage import stage_of
+from .test_stage import run_chunk, stage_of
 
 
 def traced(
@@ -67,13 +67,13 @@ async def test_prompt_span_contains_its_queue_time_and_chunks() -> None:
 async def test_stage_gets_its_chunks_trace_context() -> None:
     recorder, told = Recorder(), []
     controller, fakes = traced(recorder)
-    computed = fakes[1].run_chunk
+    computed = fakes[1].run_batch
 
-    def run_chunk(command: Any) -> Any:
-        told.append(command.trace)
-        return computed(command)
+    def run_batch(commands: Any) -> Any:
+        told.extend(command.trace for command in commands)
+        return computed(commands)
 
-    fakes[1].run_chunk = run_chunk  # type: ignore[method-assign]
+    fakes[1].run_batch = run_batch  # type: ignore[method-assign]
     await collect(controller, job("a", 200, trace=PARENT))
     await collect(controller, job("b", 100))
     chunks = [span for span in recorder.spans if span.name == "chunk"]
@@ -145,12 +145,12 @@ def test_stage_spans_show_finished_and_failed_chunks(tmp_path: Path) -> None:
         serial=7,
     )
     stage.open(opening)
-    report = stage.run_chunk(command)()
-    stage.run_chunk(replace(command, start=128, last=True, trace=""))()
+    report = run_chunk(stage, command)
+    run_chunk(stage, replace(command, start=128, last=True, trace=""))
     stage.abandon(7)
     for error in ("abandoned", "not open"):
         with pytest.raises(RequestFailed, match=error):
-            stage.run_chunk(command)
+            run_chunk(stage, command)
     computed, abandoned, failed = recorder.under(None)
     assert [span.name for span in recorder.spans] == ["stage"] * 3
     assert [finished(span) for span in (computed, abandoned, failed)] == ["finished", "cancelled", "failed"]

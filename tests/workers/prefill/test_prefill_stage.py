@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from deltafront.tests.workers.in_process import DeviceKV, local_controller
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
 from deltafront.workers.messages.stages import (
+    ChunkCommand,
     FirstLogits,
     KVAnnouncement,
 )
@@ -30,7 +31,7 @@ from deltafront.workers.model.decoder.load import torch_dtype
 from deltafront.workers.prefill.group.controller import PrefillController
 from deltafront.workers.prefill.stage import chunk as chunk_module
 from deltafront.workers.prefill.stage import stage as prefill_stage
-from deltafront.workers.prefill.stage.chunk import ChunkWork
+from deltafront.workers.prefill.stage.chunk import ChunkAttention
 from deltafront.workers.prefill.stage.stage import PrefillStage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
@@ -77,8 +78,9 @@ class Collector:
 
 @asynccontextmanager
 async def pipeline(model: ModelSpec, sink: Collector, **options: Any) -> AsyncIterator[PrefillController]:
+    more = {name: options.pop(name) for name in ("batch_tokens", "kv_dtype") if name in options}
     config = PrefillConfig(**{"chunk_tokens": 128, "cache_tokens": 2048, "stream_lease_s": 600.0, **options})
-    controller = local_controller(model, config, sink)
+    controller = local_controller(model, config, sink, **more)
     try:
         yield controller
     finally:
@@ -165,6 +167,85 @@ async def test_concurrent_prompts_do_not_affect_each_other(model: ModelSpec) -> 
         assert_rows_close(torch.from_numpy(sink.logits[name])[None], logits_V[None])
 
 
+def batches_of(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return a list to which each stage adds the request ids of its batches."""
+    batches, original = list[list[str]](), PrefillStage.run_batch
+
+    def run_batch(self: PrefillStage, commands: Sequence[ChunkCommand]) -> Any:
+        batches.append([command.request_id for command in commands])
+        return original(self, commands)
+
+    monkeypatch.setattr(PrefillStage, "run_batch", run_batch)
+    return batches
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
+async def test_prompts_of_a_batch_are_computed_as_if_alone(
+    model: ModelSpec, stages: int, method: MethodSpec, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = batches_of(monkeypatch)
+    prompts = {name: random_ids(tokens, tokens) for name, tokens in (("b", 130), ("c", 257), ("d", 1))}
+    together, alone = Collector(), Collector()
+    config = {"stages": stages, "chunk_tokens": 512, "kv_dtype": kv_dtype}
+    async with pipeline(model, together, batch_tokens=600, **config) as controller:
+        running = [prefill(controller, "first", random_ids(900), method)]
+        running += [prefill(controller, name, ids, method) for name, ids in prompts.items()]
+        _, *reports = await asyncio.gather(*running)
+    assert ["d", "b", "c"] in batches
+    async with pipeline(model, alone, **config) as controller:
+        expected = [await prefill(controller, name, ids, method) for name, ids in prompts.items()]
+    for name, report, wanted in zip(prompts, reports, expected, strict=True):
+        assert_rows_close(
+            torch.from_numpy(together.logits[name])[None], torch.from_numpy(alone.logits[name])[None]
+        )
+        assert [(one.layer, one.computed) for one in report.density] == [
+            (one.layer, one.computed) for one in wanted.density
+        ]
+        assert report.handoff_bytes == wanted.handoff_bytes
+        assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-9)
+        if kv_dtype is None:
+            for layer in range(LAYERS):
+                for got, kv in zip(
+                    await together.joined(name, layer), await alone.joined(name, layer), strict=True
+                ):
+                    assert_rows_close(got, kv)
+
+
+async def test_request_that_fails_leaves_its_batch_alone(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad token ids fail at the beginning, a kernel in the middle, a refused hand-off at the end."""
+    batches, attend = batches_of(monkeypatch), chunk_module.ChunkAttention.attend
+
+    def attended(self: ChunkAttention, layer: int, *rest: Any) -> Any:
+        if self.prompt.request.request_id == "attention" and layer == 1:
+            raise KernelInputError("no kernel for this layer")
+        return attend(self, layer, *rest)
+
+    monkeypatch.setattr(ChunkAttention, "attend", attended)
+    bad_ids = np.full(100, VOCAB, dtype=np.uint32).tobytes()
+    sink, good = Collector(refuse="refused"), random_ids(140, 5)
+    async with pipeline(model, sink, stages=3, chunk_tokens=512, batch_tokens=1000) as controller:
+        outcomes = await asyncio.gather(
+            prefill(controller, "first", random_ids(1024)),
+            prefill(controller, "ids", bad_ids),
+            prefill(controller, "attention", random_ids(120)),
+            prefill(controller, "refused", random_ids(130)),
+            prefill(controller, "good", good),
+            return_exceptions=True,
+        )
+        words = f"vocabulary of {VOCAB}", "no kernel for this layer", "not mine"
+        for outcome, message in zip(outcomes[1:4], words, strict=True):
+            assert isinstance(outcome, PrefillFailed) and message in str(outcome)
+        assert ["ids", "attention", "refused", "good"] in batches
+        assert controller.failure == ""
+        assert await controller.stage_pages() == [0, 0, 0]
+    logits_V, _ = whole_prompt(Path(model.path), good, DENSE)
+    assert_rows_close(torch.from_numpy(sink.logits["good"])[None], logits_V[None])
+
+
 def break_streaming(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(spec: MethodSpec, *more: Any) -> Any:
         if spec.name == "streaming":
@@ -224,10 +305,10 @@ async def test_broken_stage_ends_the_group_without_hanging(
 ) -> None:
     original = PrefillStage._compute
 
-    def compute(self: PrefillStage, work: ChunkWork, *rest: Any) -> torch.Tensor:
-        if self._stage == 1 and work.command.start == 128:
+    def compute(self: PrefillStage, chunks: Sequence[ChunkAttention], *rest: Any) -> Any:
+        if self._stage == 1 and chunks[0].work.command.start == 128:
             raise RuntimeError("an illegal memory access")
-        return original(self, work, *rest)
+        return original(self, chunks, *rest)
 
     monkeypatch.setattr(PrefillStage, "_compute", compute)
     async with pipeline(model, Collector(), stages=3) as controller:

@@ -213,11 +213,13 @@ def test_expected_chunk_time_follows_the_previous_chunk() -> None:
         ]
 
     pace = Pace(slack_s=3.0)
-    assert pace.allowed("dense", None, 128) == 3.0
+    assert pace.allowed("dense", [(None, 128)]) == 3.0
     first = pace.record_chunk("dense", 0, 128, reports(1.28, 2.56))
     assert first == pytest.approx(0.02)
-    assert pace.allowed("dense", first, 64) == pytest.approx(3.0 + 2 * 0.02 * 64)
+    assert pace.allowed("dense", [(first, 64)]) == pytest.approx(3.0 + 2 * 0.02 * 64)
     later = pace.record_chunk("dense", 128, 128, reports(3.84, 2.56))
-    assert pace.allowed("dense", later, 128) == pytest.approx(3.0 + 2 * 3.84)
-    assert pace.allowed("dense", None, 128) == pytest.approx(3.0 + 2 * 2.56), "another prompt's first"
-    assert pace.allowed("dpxa", None, 128) == 3.0
+    assert pace.allowed("dense", [(later, 128)]) == pytest.approx(3.0 + 2 * 3.84)
+    both = pace.allowed("dense", [(first, 64), (later, 128)])
+    assert both == pytest.approx(3.0 + 2 * (0.02 * 64 + 3.84)), "a batch of two prompts"
+    assert pace.allowed("dense", [(None, 128)]) == pytest.approx(3.0 + 2 * 2.56), "another prompt's first"
+    assert pace.allowed("dpxa", [(None, 128)]) == 3.0

@@ -17,6 +17,7 @@ from deltafront.tests.workers.in_process import InProcessSender
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.stages import (
     ChunkCommand,
+    ChunkReport,
     HandoffFailed,
     OpenRequest,
     RequestFailed,
@@ -61,18 +62,25 @@ def chunk(name: str, token_ids: bytes, start: int = 0, last: bool = True) -> Chu
     )
 
 
+def run_chunk(stage: PrefillStage, command: ChunkCommand) -> ChunkReport:
+    (outcome,) = stage.run_batch([command])()
+    if isinstance(outcome, RequestFailed):
+        raise outcome
+    return outcome
+
+
 def test_stage_refuses_unopened_requests_and_closes_failed_ones(model: ModelSpec) -> None:
     stage = stage_of(model, Collector())
     command = chunk("r", random_ids(128), last=False)
     with pytest.raises(RequestFailed, match="r is not open"):
-        stage.run_chunk(command)
+        run_chunk(stage, command)
     stage.open(opening("r", range(40, 49), 130))
     assert stage.pages_used() == 9
-    report = stage.run_chunk(command)()
+    report = run_chunk(stage, command)
     assert sum(report.phases.values()) <= report.wall
     assert (report.stage, report.start, report.request_id) == (0, 0, "r")
     with pytest.raises(RequestFailed, match="token ids"):
-        stage.run_chunk(replace(command, start=128, token_ids=b""))
+        run_chunk(stage, replace(command, start=128, token_ids=b""))
     assert stage.pages_used() == 0, "a request that failed is closed"
     stage.close("r")
     stage.close("unknown")
@@ -85,9 +93,8 @@ def test_failed_kv_hand_off_is_reported_as_such(model: ModelSpec, monkeypatch: p
     stage = stage_of(model, Collector())
     stage.open(opening("r", range(40, 49), 130))
     monkeypatch.setattr(stage._streams["r"], "end_chunk", lambda: lost)
-    begun = stage.run_chunk(chunk("r", random_ids(128), last=False))
     with pytest.raises(HandoffFailed, match="K/V of r is lost"):
-        begun()
+        run_chunk(stage, chunk("r", random_ids(128), last=False))
 
 
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
@@ -103,7 +110,7 @@ def test_scattered_pages_give_the_same_output_as_contiguous_ones(
     for start, end in ((0, 128), (128, 256), (256, 300)):
         part = ids[4 * start : 4 * end]
         for name in ("run", "scattered"):
-            stage.run_chunk(chunk(name, part, start, last=end == 300))()
+            run_chunk(stage, chunk(name, part, start, last=end == 300))
     assert_rows_close(*(torch.from_numpy(sink.logits[name])[None] for name in ("run", "scattered")))
     for name in ("run", "scattered"):
         stage.close(name)
@@ -116,9 +123,8 @@ def test_overflow_at_one_token_fails_the_request(model: ModelSpec, method: Metho
     token = int(np.frombuffer(ids, dtype="<u4")[70])
     stage.stack._weights.embedding_VC[token] *= 1e7  # beyond float16's maximum, 65,504
     stage.open(opening("r", range(19), 300, method))
-    begun = stage.run_chunk(chunk("r", ids))
     with pytest.raises(RequestFailed, match=r"not finite numbers in torch\.float16"):
-        begun()
+        run_chunk(stage, chunk("r", ids))
     assert not sink.logits
     stage.close("r")
     assert stage.pages_used() == 0
@@ -154,7 +160,7 @@ def test_projection_phase_covers_all_linear_layers_but_no_attention(
     stage = stage_of(model, Collector())
     stage.open(opening("r", range(8), 128))
     with Products():
-        stage.run_chunk(chunk("r", random_ids(128)))
+        run_chunk(stage, chunk("r", random_ids(128)))
     assert products == [["projection"]] * (4 * LAYERS + 1)
     assert attended == [[]] * LAYERS
 
@@ -174,12 +180,12 @@ def test_cancelled_chunk_stops_at_the_next_layer(model: ModelSpec, monkeypatch: 
     command, order = chunk("r", random_ids(128)), opening("r", range(8), 128, serial=7)
     stage.open(order)
     with pytest.raises(RequestFailed, match="abandoned"):
-        stage.run_chunk(command)
+        run_chunk(stage, command)
     assert written == [0, 1, 2]
     assert stage.pages_used() == 0 and not stage._abandoned
     stage.close("r")
     stage.abandon(7)  # too late: a later request with the same id has another serial
     stage.open(replace(order, serial=8))
-    stage.run_chunk(command)
+    run_chunk(stage, command)
     assert written[3:] == list(range(LAYERS))
     stage.close("r")

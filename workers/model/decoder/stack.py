@@ -55,9 +55,13 @@ class LayerAttention(Protocol):
         """Compute the attention of rotated queries. Their K and V have been written to `kv_rows`.
 
         Returns:
-            out_THD of the rows that later layers need, always the last rows; None if later layers need no
-            row.
+            out_THD of the rows that later layers need: the last rows, or `needed_T`; None if later layers
+            need no row.
         """
+
+    @property
+    def needed_T(self) -> torch.Tensor | None:
+        """Indices of the rows of `attend`'s last output, if they are not the last rows."""
 
 
 def no_states(layer: int) -> RowStates:
@@ -69,6 +73,7 @@ class AttentionCalls:
     kv_rows: Callable[[int], KVRows]
     attend: Callable[[int, torch.Tensor], torch.Tensor | None]
     row_states: Callable[[int], RowStates] = no_states
+    needed_T: torch.Tensor | None = None
 
 
 @dataclass
@@ -91,12 +96,14 @@ class Residual:
             return self.hidden_TC
         return self.hidden_TC + self.collectives.sum(self.update_TC)
 
-    def narrow_to_last(self, rows: int) -> None:
-        first = len(self.hidden_TC) - rows
-        if first:
-            self.hidden_TC = self.hidden_TC[first:]
-            self.update_TC = None if self.update_TC is None else self.update_TC[first:]
-            self.normed = None if self.normed is None else rows_from(self.normed, first)
+    def narrow(self, rows: int, needed_T: torch.Tensor | None) -> None:
+        """Keep the rows `needed_T`; None: the last `rows` rows."""
+        if rows == len(self.hidden_TC):
+            return
+        kept = slice(len(self.hidden_TC) - rows, None) if needed_T is None else needed_T
+        self.hidden_TC = self.hidden_TC[kept]
+        self.update_TC = None if self.update_TC is None else self.update_TC[kept]
+        self.normed = None if self.normed is None else rows_of(self.normed, kept)
 
 
 @dataclass(frozen=True)
@@ -218,10 +225,10 @@ def _products(weights: AttentionWeights | GatedDeltaWeights) -> list[Linear | Fp
     return [weights.qkv, weights.output, *([] if weights.gate is None else [weights.gate])]
 
 
-def rows_from(rows: LinearInput, first: int) -> LinearInput:
+def rows_of(rows: LinearInput, kept: slice | torch.Tensor) -> LinearInput:
     if isinstance(rows, torch.Tensor):
-        return rows[first:]
-    return Fp8Rows(rows.values_TI[first:], rows.scale_T1[first:])
+        return rows[kept]
+    return Fp8Rows(rows.values_TI[kept], rows.scale_T1[kept])
 
 
 def _norm_all_heads(
@@ -417,7 +424,7 @@ class LayerStack:
             out_THD = attention.attend(layer.number, q_THD)
             if out_THD is None:
                 break
-            residual.narrow_to_last(len(out_THD))
+            residual.narrow(len(out_THD), attention.needed_T)
             with phase("projection"):
                 layer.attend_out(residual, out_THD)
                 layer.mlp(residual)

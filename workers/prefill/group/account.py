@@ -109,10 +109,12 @@ class Pace:
             self._first[method] = pace
         return pace
 
-    def allowed(self, method: str, last: float | None, tokens: int) -> float:
-        """Return the seconds allowed for a chunk. `last`: seconds per token of the request's last chunk."""
-        pace = self._first.get(method) if last is None else last
-        return self._slack_s + 2 * (pace or 0.0) * tokens
+    def allowed(self, method: str, chunks: Sequence[tuple[float | None, int]]) -> float:
+        """Return the seconds allowed for a batch. `chunks`: for each chunk, the seconds per token of its
+        request's last chunk, and its tokens."""
+        first = self._first.get(method) or 0.0
+        seconds = sum((first if last is None else last) * tokens for last, tokens in chunks)
+        return self._slack_s + 2 * seconds
 
 
 class Throughput:
@@ -124,8 +126,8 @@ class Throughput:
         self._seconds = 0.0
         self._last = float("-inf")
 
-    def record_chunk(self, tokens: int, sent: float, ended: float) -> float:
-        """Record a chunk. Returns the seconds from its sending, or from the end of the previous chunk if that
+    def record_batch(self, tokens: int, sent: float, ended: float) -> float:
+        """Record a batch. Returns the seconds from its sending, or from the end of the previous batch if that
         is later, to its end."""
         worked = ended - max(sent, self._last)
         decay = math.exp(-worked / _MEMORY_S) if self.idle(sent) < RATE_LASTS_S else 0.0
@@ -135,7 +137,7 @@ class Throughput:
         return worked
 
     def idle(self, now: float) -> float:
-        """Return the seconds since the last chunk; infinite before the first."""
+        """Return the seconds since the last batch; infinite before the first."""
         return max(0.0, now - self._last)
 
     @property

@@ -37,6 +37,8 @@ these values make no measurable difference (docs/log/2026-11-25.md at 4fe709c6).
 _EVEN = 4 * BLOCK
 """Longer chunks are rounded to multiples of this. With 32 heads on 132 multiprocessors, 1,152 tokens take as
 long as 1,536."""
+_BATCH_TOKENS = 4096
+"""A stage's host takes longer to launch a batch of fewer tokens of an 8B model than an H200 to compute it."""
 _SPARSE = 0.087
 """Time of a sparse method, scoring included, divided by that of dense attention (131,072 tokens, density
 0.055)."""
@@ -109,10 +111,17 @@ class StageWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The work of each stage of a model. `quantised`: GEMMs run in 8 bits."""
+    """The work of each stage of a model.
+
+    Attributes:
+        quantised: GEMMs run in 8 bits.
+        batch_tokens: Chunks of several prompts run as one batch of at most this many tokens in all; 0: each
+            runs alone.
+    """
 
     stages: tuple[StageWork, ...]
     quantised: bool = False
+    batch_tokens: int = 0
 
     @classmethod
     def of(cls, model: ModelConfig, stages: int, quantised: bool) -> ModelWork:
@@ -132,7 +141,7 @@ class ModelWork:
             everywhere = len(model.attention_layers(attentions)) - len(windows)
             per_pair = everywhere * model.macs_per_pair
             works.append(StageWork(per_token, per_pair, len(attentions) + len(mlps) + last))
-        return cls(tuple(works), quantised)
+        return cls(tuple(works), quantised, 0 if model.state_layers else _BATCH_TOKENS)
 
     def chunk_cost(self, method: MethodSpec) -> ChunkCost:
         rate = _FLOPS_8_BITS if self.quantised else _FLOPS

@@ -1,4 +1,4 @@
-"""The scheduler of a prefill group: sends chunks to all stages, and ends requests.
+"""The scheduler of a prefill group: sends batches of chunks to all stages, and ends requests.
 
 All stages must get the same commands in the same order, because activations travel between them without
 headers. The controller therefore makes each decision and sends its commands without an await in between.
@@ -7,12 +7,14 @@ A request gets pages when its first chunk is scheduled (`schedule`). When it end
 stop before their next layer.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
@@ -24,11 +26,11 @@ from deltafront.workers.messages.requests import (
     Refused,
 )
 from deltafront.workers.messages.service_tiers import ServiceTier
-from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
+from deltafront.workers.messages.stages import ChunkCommand, HandoffFailed, OpenRequest, RequestFailed
 from deltafront.workers.messages.states import GroupStats
 from deltafront.workers.prefill.group import schedule
 from deltafront.workers.prefill.group.chunks import ChunkSizes, ModelWork
-from deltafront.workers.prefill.group.pipeline import Pipeline
+from deltafront.workers.prefill.group.pipeline import Outcome, Pipeline
 from deltafront.workers.prefill.group.request_table import PrefillRequests, Request
 from deltafront.workers.prefill.group.watch import StageWatch
 from deltafront.workers.roles import PrefillEvent, Stage
@@ -41,6 +43,15 @@ _ASK_AGAIN_S = 0.02
 """Seconds until the controller asks again whether decode workers still read a request's pages."""
 
 
+class _Chunk(NamedTuple):
+    """A chunk that was sent. `opening`: the command that opens its request, before its first chunk."""
+
+    request: Request
+    command: ChunkCommand
+    opening: OpenRequest | None
+    span: Span
+
+
 class PrefillController:
     """Runs prompts through a group's stages, chunk by chunk.
 
@@ -48,7 +59,7 @@ class PrefillController:
         end_stages: Called once when the group is lost, with the number of the stage that hangs, or None. It
             must make every outstanding call to a stage raise an error.
         pulse: Pings the stage of this number.
-        work: The work of each stage's layers, from which `ChunkSizes` chooses chunks.
+        work: The work of each stage's layers, from which `ChunkSizes` chooses chunks; None: chunks run alone.
     """
 
     def __init__(
@@ -73,7 +84,8 @@ class PrefillController:
         self._clock = clock
         self._tracer = tracer
         self._sizes = ChunkSizes(config.chunk_tokens, work)
-        self._requests = PrefillRequests(config, len(stages))
+        self._batch_tokens = 0 if work is None else work.batch_tokens
+        self._requests = PrefillRequests(config, len(stages), self._batch_tokens)
         self.failure = ""
         """The reason why the group is lost; empty while the group works."""
 
@@ -172,61 +184,79 @@ class PrefillController:
             if request is None:
                 return
             try:
-                self._send_chunk(request)
+                self._send_batch(request)
             except Exception as error:
                 self._fail(error)
 
-    def _send_chunk(self, request: Request) -> None:
-        now, opening = self._clock(), None
+    def _send_batch(self, request: Request | None) -> None:
+        """Send the request's next chunk. If it is short, add chunks of the requests that follow."""
+        now, chunks, left = self._clock(), list[_Chunk](), self._batch_tokens
+        while request is not None:
+            chunks.append(self._next_chunk(request, now))
+            left -= chunks[-1].command.tokens
+            request = self._requests.next_beside([chunk.request for chunk in chunks], left, now, self._sizes)
+        commands = [chunk.command for chunk in chunks]
+        openings = [chunk.opening for chunk in chunks if chunk.opening is not None]
+        try:
+            outcomes = self._pipeline.run_batch(commands, openings, lambda: self._allowed(chunks))
+        except Exception as error:
+            for chunk in chunks:
+                chunk.span.end("failed", str(error))
+            raise
+        self._pipeline.spawn(self._watch(chunks, now, outcomes))
+
+    def _next_chunk(self, request: Request, now: float) -> _Chunk:
+        opening = None
         if not request.opened:
             request.account.began = now
             opening = request.open_request()
         command = request.next_chunk(self._sizes)
         span = request.span.begin("chunk", now, start=command.start, tokens=command.tokens)
-        command = replace(command, trace=span.context)
         self._requests.chunk_sent(request, command.tokens, now)
         request.in_flight += 1
-        allowed = partial(self._requests.allowed, request, command)
-        try:
-            reports = self._pipeline.run_chunk(command, opening, allowed)
-        except Exception as error:
-            span.end("failed", str(error))
-            raise
-        self._pipeline.spawn(self._watch(request, command, now, reports, span))
+        return _Chunk(request, replace(command, trace=span.context), opening, span)
+
+    def _allowed(self, chunks: Sequence[_Chunk]) -> float:
+        """Return the seconds that a stage may take for a batch."""
+        return self._requests.allowed([(chunk.request, chunk.command) for chunk in chunks])
 
     async def _watch(
-        self,
-        request: Request,
-        command: ChunkCommand,
-        sent: float,
-        reports: asyncio.Task[list[ChunkReport]],
-        span: Span,
+        self, chunks: Sequence[_Chunk], sent: float, outcomes: asyncio.Task[list[Outcome]]
     ) -> None:
         try:
-            done: list[ChunkReport] | RequestFailed = await reports
-            span.end("finished")
-        except RequestFailed as error:
-            done = error
-            span.end(*("cancelled", "") if request.ended else ("failed", str(error)))
+            done = await outcomes
         except Exception as error:
-            span.end("failed", str(error))
+            for chunk in chunks:
+                chunk.span.end("failed", str(error))
             self._fail(error)
             return
-        self._chunk_done(request, command, sent, done)
+        for chunk, outcome in zip(chunks, done, strict=True):
+            if not isinstance(outcome, RequestFailed):
+                chunk.span.end("finished")
+            elif chunk.request.ended:
+                chunk.span.end("cancelled")
+            else:
+                chunk.span.end("failed", str(outcome))
+        self._batch_done(list(zip(chunks, done, strict=True)), sent)
         self._pump()
 
-    def _chunk_done(
-        self, request: Request, command: ChunkCommand, sent: float, reports: list[ChunkReport] | RequestFailed
-    ) -> None:
+    def _batch_done(self, outcomes: Sequence[tuple[_Chunk, Outcome]], sent: float) -> None:
         now = self._clock()
-        request.in_flight -= 1
-        if not request.in_flight:
-            request.waiting = schedule.became_idle(request.waiting, now)
-        if isinstance(reports, RequestFailed):
-            kind = HandoffFailed if isinstance(reports, HandoffFailed) else PrefillFailed
-            self._end(request, kind(str(reports)))
+        for (request, *_), _outcome in outcomes:
+            request.in_flight -= 1
+            if not request.in_flight:
+                request.waiting = schedule.became_idle(request.waiting, now)
+        through = [(chunk.request, chunk.command, one) for chunk, one in outcomes if isinstance(one, list)]
+        if through:
+            self._requests.batch_through(through, sent, now)
+        for chunk, outcome in outcomes:
+            self._tell(chunk.request, chunk.command, outcome, now)
+
+    def _tell(self, request: Request, command: ChunkCommand, outcome: Outcome, now: float) -> None:
+        if isinstance(outcome, RequestFailed):
+            kind = HandoffFailed if isinstance(outcome, HandoffFailed) else PrefillFailed
+            self._end(request, kind(str(outcome)))
             return
-        self._requests.chunk_through(request, command, reports, sent, now)
         if request.ended:
             return
         so_far, total = request.account.report(now), request.job.tokens

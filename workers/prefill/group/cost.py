@@ -1,26 +1,27 @@
-"""Learns from finished chunks how many seconds a prefill group takes per chunk, per token, and per pair of
+"""Learns from finished batches how many seconds a prefill group takes per batch, per token, and per pair of
 query and key. Pure.
 
-It is a recursive least-squares fit of a chunk's seconds per token. Old chunks are forgotten, errors are
+It is a recursive least-squares fit of a batch's seconds per token. Old batches are forgotten, errors are
 relative to the prediction, and no coefficient is negative.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from deltafront.workers.messages.states import PrefillCost
 
 _KEPT = 0.97
-"""The weight of earlier chunks beside a new one."""
+"""The weight of earlier batches beside a new one."""
 _OUTLIER = 0.5
-"""A chunk that is off by more than this share of its prediction counts as if it were off by this: a compiling
-kernel makes one chunk slow."""
+"""A batch that is off by more than this share of its prediction counts as if it were off by this: a compiling
+kernel makes one batch slow."""
 _SURE = 8
-"""Number of first chunks that are never treated as outliers."""
+"""Number of first batches that are never treated as outliers."""
 _SWEEPS = 20
 _SCALES = (256.0, 1.0, 1 / 32_768)
-"""Units for the seconds per chunk, token and pair, so that the three terms are alike in size."""
+"""Units for the seconds per batch, token and pair, so that the three terms are alike in size."""
 
 
 class CostFit:
@@ -31,22 +32,23 @@ class CostFit:
         self._moments = [[0.0] * 3 for _ in range(3)]
         self._products = [0.0] * 3
         self._parts = [0.0] * 3
-        self._chunks = 0
+        self._batches = 0
 
     @property
     def cost(self) -> PrefillCost:
         chunk, token, pair = (part * scale for part, scale in zip(self._parts, _SCALES, strict=True))
         return PrefillCost(chunk_s=chunk, token_s=token, pair_s=pair, chunk_tokens=self._chunk_tokens)
 
-    def record_chunk(self, start: int, tokens: int, seconds: float) -> None:
-        """Record that the group worked `seconds` on tokens start .. start+tokens-1."""
-        found = seconds / tokens
-        features = (_SCALES[0] / tokens, 1.0, _SCALES[2] * (start + tokens / 2))
+    def record_batch(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Record that the group worked `seconds` on a batch of chunks, each given by its start and tokens."""
+        tokens = sum(count for _, count in chunks)
+        found, pairs = seconds / tokens, sum(count * (start + count / 2) for start, count in chunks)
+        features = (_SCALES[0] / tokens, 1.0, _SCALES[2] * pairs / tokens)
         expected = sum(part * one for part, one in zip(self._parts, features, strict=True))
-        if self._chunks >= _SURE:
+        if self._batches >= _SURE:
             found = min(max(found, expected * (1 - _OUTLIER)), expected * (1 + _OUTLIER))
         weight = 1 / (expected or found or math.inf) ** 2
-        self._chunks += 1
+        self._batches += 1
         for n, one in enumerate(features):
             self._products[n] = _KEPT * self._products[n] + weight * one * found
             for m, other in enumerate(features):

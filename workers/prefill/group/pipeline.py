@@ -1,11 +1,12 @@
 """The pipeline of a prefill group's stages.
 
-At most one chunk per stage is in flight, and one more is queued at the first stage, so that this stage never
-idles. The limit keeps a new request's wait for chunks of other requests short.
+At most one batch of chunks per stage is in flight, and one more is queued at the first stage, so that this
+stage never idles. The limit keeps a new request's wait for chunks of other requests short.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import itertools
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,14 +18,17 @@ from deltafront.workers.waits import said_when_slow
 T = TypeVar("T")
 
 _AHEAD = 1
-"""Number of chunks that are queued at the first stage while it computes another."""
+"""Number of batches that are queued at the first stage while it computes another."""
+
+Outcome = list[ChunkReport] | RequestFailed
+"""The reports of all stages of one chunk, or the error that ends its request."""
 
 
 class Pipeline:
     """Sends each command to all stages before it returns.
 
     Args:
-        on_entry_free: Called when the first stage has finished a chunk.
+        on_entry_free: Called when the first stage has finished a batch.
         slack_s: Seconds that a command may take before its stage is pinged (`watch`).
     """
 
@@ -35,43 +39,50 @@ class Pipeline:
         self._watch = watch
         self._slack_s = slack_s
         self._on_entry_free = on_entry_free
-        self._chunks = 0
+        self._batches = 0
         self._entering = 0
-        self._last: asyncio.Task[list[ChunkReport]] | None = None
+        self._last: asyncio.Task[list[Outcome]] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def ready(self) -> bool:
-        return self._entering <= _AHEAD and self._chunks < len(self._stages) + _AHEAD
+        return self._entering <= _AHEAD and self._batches < len(self._stages) + _AHEAD
 
-    def run_chunk(
-        self, command: ChunkCommand, opening: OpenRequest | None, allowed: Callable[[], float]
-    ) -> asyncio.Task[list[ChunkReport]]:
-        """Send a chunk to all stages.
+    def run_batch(
+        self,
+        commands: Sequence[ChunkCommand],
+        openings: Sequence[OpenRequest],
+        allowed: Callable[[], float],
+    ) -> asyncio.Task[list[Outcome]]:
+        """Send a batch of chunks to all stages.
 
         Args:
-            opening: The command to send before a request's first chunk.
-            allowed: Returns the seconds that a stage may take for the chunk.
+            commands: Chunks of different requests.
+            openings: The commands to send before the first chunks of requests.
+            allowed: Returns the seconds that a stage may take for the batch.
         Returns:
-            A task that returns the stages' reports. It finishes after the tasks of all earlier chunks, and
+            A task that returns each chunk's outcome. It finishes after the tasks of all earlier batches, and
                 raises the errors of `Stage`.
         """
-        opened: list[asyncio.Task[Any]] = []
-        if opening is not None:
-            name = f"opening {command.request_id}"
-            opened = self._all(name, [stage.open(opening) for stage in self._stages])
+        opened = {
+            opening.request_id: self._all(
+                f"opening {opening.request_id}", [stage.open(opening) for stage in self._stages]
+            )
+            for opening in openings
+        }
         first, *others = self._stages
-        blind = replace(command, token_ids=b"")
-        replies = [first.run_chunk(command), *(stage.run_chunk(blind) for stage in others)]
-        self._chunks += 1
+        blind = [replace(command, token_ids=b"") for command in commands]
+        replies = [first.run_batch(commands), *(stage.run_batch(blind) for stage in others)]
+        self._batches += 1
         self._entering += 1
-        name, before = f"the chunk of {command.request_id} at token {command.start}", None
-        chunks: list[asyncio.Task[Any]] = []
+        places = (f"the chunk of {command.request_id} at token {command.start}" for command in commands)
+        name, before = ", ".join(places), None
+        batches: list[asyncio.Task[list[ChunkReport | RequestFailed]]] = []
         for stage, reply in enumerate(replies):
-            chunks.append(self.spawn(_outcome(finished(reply))))
-            before = self._watch.expect(stage, name, allowed, chunks[-1], before)
-        chunks[0].add_done_callback(self._entry_left)
-        self._last = self.spawn(self._reports([*opened, *chunks], self._last))
+            batches.append(self.spawn(finished(reply)))
+            before = self._watch.expect(stage, name, allowed, batches[-1], before)
+        batches[0].add_done_callback(self._entry_left)
+        self._last = self.spawn(self._outcomes(commands, opened, batches, self._last))
         return self._last
 
     def abandon(self, serial: int) -> None:
@@ -107,26 +118,36 @@ class Pipeline:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._watch.stop()
 
-    async def _reports(
-        self, outcomes: list[asyncio.Task[Any]], before: asyncio.Task[list[ChunkReport]] | None
-    ) -> list[ChunkReport]:
-        """Return a chunk's reports. Waits for earlier chunks first, because answers may arrive out of
+    async def _outcomes(
+        self,
+        commands: Sequence[ChunkCommand],
+        opened: Mapping[str, Sequence[asyncio.Task[Any]]],
+        batches: Sequence[asyncio.Task[list[ChunkReport | RequestFailed]]],
+        before: asyncio.Task[list[Outcome]] | None,
+    ) -> list[Outcome]:
+        """Return each chunk's outcome. Waits for earlier batches first, because answers may arrive out of
         order."""
         try:
-            done = await asyncio.gather(*outcomes)
+            await asyncio.gather(*itertools.chain(*opened.values()), *batches)
             if before is not None:
                 await asyncio.wait([before])
         finally:
-            self._chunks -= 1
-        for outcome in done:
-            if isinstance(outcome, RequestFailed):
-                raise outcome
-        return done[-len(self._stages) :]
+            self._batches -= 1
+        each = zip(*(batch.result() for batch in batches), strict=True)
+        return [
+            _outcome_of([*(task.result() for task in opened.get(command.request_id, ())), *answers])
+            for command, answers in zip(commands, each, strict=True)
+        ]
 
     def _entry_left(self, entry: asyncio.Future[Any]) -> None:
         self._entering -= 1
         if not entry.cancelled() and entry.exception() is None:
             self._on_entry_free()
+
+
+def _outcome_of(answers: Sequence[Any]) -> Outcome:
+    failed = next((answer for answer in answers if isinstance(answer, RequestFailed)), None)
+    return failed or [answer for answer in answers if isinstance(answer, ChunkReport)]
 
 
 async def _outcome(answer: Coroutine[Any, Any, T]) -> T | RequestFailed:

@@ -88,19 +88,25 @@ class Request:
             state_places=job.state_places,
         )
 
-    def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
-        """Make the command for the next chunk, and count its tokens as sent.
+    def next_tokens(self, sizes: ChunkSizes) -> int:
+        """Return the number of tokens of the next chunk.
 
         If a resumed prompt starts at a chunk boundary of a new prompt, both are cut at the same tokens from
         there on, so that results are bitwise equal.
         """
-        method, start, total = self.job.method, self.sent, self.job.tokens
         if not self._next_sizes:
+            method, start, total = self.job.method, self.sent, self.job.tokens
             whole = sizes.of(method, 0, total)
             starts = list(itertools.accumulate(whole, initial=0))
             rest = whole[starts.index(start) :] if start in starts else sizes.of(method, start, total)
             self._next_sizes = deque(rest)
-        self.sent = start + self._next_sizes.popleft()
+        return self._next_sizes[0]
+
+    def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
+        """Make the command for the next chunk, and count its tokens as sent."""
+        start, total = self.sent, self.job.tokens
+        self.sent = start + self.next_tokens(sizes)
+        self._next_sizes.popleft()
         return ChunkCommand(
             request_id=self.job.request_id,
             start=start,
@@ -136,11 +142,16 @@ class Request:
 
 class PrefillRequests:
     """A prefill group's requests, by id, until their pages are free. Times are seconds of the controller's
-    clock."""
+    clock.
 
-    def __init__(self, config: PrefillConfig, stages: int) -> None:
+    Args:
+        batch_tokens: As in `ModelWork`.
+    """
+
+    def __init__(self, config: PrefillConfig, stages: int, batch_tokens: int = 0) -> None:
         self._config = config
         self._stages = stages
+        self._batch_tokens = batch_tokens
         self._serials = itertools.count(secrets.randbits(48))
         """The first serial is random, because stages outlive a controller, and serials must not repeat."""
         self._pool = PagePool(pages_for(config.cache_tokens))
@@ -184,14 +195,32 @@ class PrefillRequests:
 
     def next(self, now: float) -> Request | None:
         """Choose the request whose chunk is sent next, and allocate its pages if it has none."""
-        unsent = [request.waiting for request in self if request.unsent]
-        order = self._turns.order(waiting.tier for waiting in unsent)
-        chosen = schedule.next_of_tiers(unsent, order, now, self._ageing, self._pool.free)
-        if chosen is None:
+        request = self._first(list(self), now)
+        if request is None:
             return None
-        request = self._requests[chosen]
         if all(one.sent == one.done for one in self):
             self._began = now
+        return self._with_pages(request)
+
+    def next_beside(
+        self, batch: Sequence[Request], left: int, now: float, sizes: ChunkSizes
+    ) -> Request | None:
+        """Choose the request whose chunk follows those of `batch`, if it can join their batch: its method is
+        theirs, and its chunk has at most `left` tokens. Allocate its pages if it has none."""
+        if left <= 0:
+            return None
+        request = self._first([one for one in self if one not in batch], now)
+        if request is None or request.job.method != batch[0].job.method or request.next_tokens(sizes) > left:
+            return None
+        return self._with_pages(request)
+
+    def _first(self, requests: Sequence[Request], now: float) -> Request | None:
+        unsent = [request.waiting for request in requests if request.unsent]
+        order = self._turns.order(waiting.tier for waiting in unsent)
+        chosen = schedule.next_of_tiers(unsent, order, now, self._ageing, self._pool.free)
+        return None if chosen is None else self._requests[chosen]
+
+    def _with_pages(self, request: Request) -> Request:
         if not request.opened:
             request.pages = self._pool.allocate(request.waiting.pages)
         return request
@@ -233,27 +262,35 @@ class PrefillRequests:
             retry_after_s=self._next_turn(now),
         )
 
-    def allowed(self, request: Request, command: ChunkCommand) -> float:
-        return self._pace.allowed(request.job.method.name, request.pace, command.tokens)
-
-    def chunk_through(
-        self, request: Request, command: ChunkCommand, reports: Sequence[ChunkReport], sent: float, now: float
-    ) -> None:
-        fetched_s = max(report.phases.get("kv_fetch", 0.0) for report in reports)
-        if fetched_s:
-            self._fetched.add(command.start, fetched_s)
-        worked = self._throughput.record_chunk(command.tokens, min(now, sent + fetched_s), now)
-        fit = self._costs.setdefault(request.job.method.name, CostFit(self._config.chunk_tokens))
-        fit.record_chunk(command.start, command.tokens, worked)
-        self._began = now
-        for other in self:
-            if other is not request:
-                other.account.other_chunk(reports[-1].wall, now)
-        request.account.record_chunk(reports)
-        request.pace = self._pace.record_chunk(
-            request.job.method.name, command.start, command.tokens, reports
+    def allowed(self, chunks: Sequence[tuple[Request, ChunkCommand]]) -> float:
+        """Return the seconds that a stage may take for a batch of chunks."""
+        return self._pace.allowed(
+            chunks[0][0].job.method.name, [(request.pace, command.tokens) for request, command in chunks]
         )
-        request.done = command.start + command.tokens
+
+    def batch_through(
+        self, chunks: Sequence[tuple[Request, ChunkCommand, Sequence[ChunkReport]]], sent: float, now: float
+    ) -> None:
+        """Record a batch's chunks that the last stage has finished."""
+        commands, method = [command for _, command, _ in chunks], chunks[0][0].job.method.name
+        fetched_s = 0.0
+        for _, command, reports in chunks:
+            if own_s := max(report.phases.get("kv_fetch", 0.0) for report in reports):
+                self._fetched.add(command.start, own_s)
+                fetched_s += own_s
+        tokens = sum(command.tokens for command in commands)
+        worked = self._throughput.record_batch(tokens, min(now, sent + fetched_s), now)
+        fit = self._costs.setdefault(method, CostFit(self._config.chunk_tokens))
+        fit.record_batch([(command.start, command.tokens) for command in commands], worked)
+        self._began = now
+        took = {request: reports[-1].wall for request, _, reports in chunks}
+        for other in self:
+            if others_s := sum(took.values()) - took.get(other, 0.0):
+                other.account.other_chunk(others_s, now)
+        for request, command, reports in chunks:
+            request.account.record_chunk(reports)
+            request.pace = self._pace.record_chunk(method, command.start, command.tokens, reports)
+            request.done = command.start + command.tokens
 
     def stats(self, name: str, now: float) -> GroupStats:
         live = self._live()
@@ -288,7 +325,8 @@ class PrefillRequests:
                 yield 0, max(0.0, seconds - spent), request.waiting.tier
                 spent = max(0.0, spent - seconds)
             if request.sent < total:
-                yield total - request.sent, fit.cost.seconds(request.sent, total), request.waiting.tier
+                seconds = fit.cost.queued_seconds(request.sent, total, self._batch_tokens)
+                yield total - request.sent, seconds, request.waiting.tier
 
     def _unread(self) -> int:
         return sum(request.job.tokens - request.done for request in self._live())

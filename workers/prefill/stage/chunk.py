@@ -1,11 +1,14 @@
 """Runs one chunk's attention on one stage.
 
 In each layer, `ChunkAttention` gives the rows of the KV cache to write to, sends the KV to the decode worker
-and computes attention. `ChunkWork` collects the chunk's results and counters.
+and computes attention. `ChunkWork` collects the chunk's results and counters. `batch.py` runs several chunks
+together.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +37,11 @@ class ChunkWork:
     computes the next chunk.
 
     Attributes:
+        timer: Times the whole batch.
         fetch_s: Seconds for which this chunk waited for KV of earlier tokens from the decode worker.
+        failure: The reason why the chunk failed; None if it has not.
+        stream: The prompt's KV stream, once the chunk has begun. `sent` completes the hand-off of the chunk's
+            KV.
     """
 
     command: ChunkCommand
@@ -48,6 +55,9 @@ class ChunkWork:
     """The results of `KVStream.copy_state`, with the numbers of tokens before each state."""
     logits_V: torch.Tensor | None = None
     """Logits (float32) after the prompt's last token; None if they are not needed."""
+    failure: RequestFailed | None = None
+    stream: Any = None
+    sent: Callable[[], None] | None = None
     launched: float = 0.0
     through: float = 0.0
     """perf_counter times at which the host had launched the whole chunk, and the device had finished it."""
@@ -69,36 +79,59 @@ class ChunkWork:
             self._sealed.synchronize()
         self.through = time.perf_counter()
 
-    def report(self, stage: int, after: float) -> ChunkReport:
-        """Make the report. Call `wait` first. `after` is the time at which the device finished the previous
-        chunk; this chunk's time counts from then at the earliest."""
-        phases, density = self.timer.seconds(), self._density()
-        computing = max(self.through - max(self.began, after), sum(phases.values()))
+    def report(self, stage: int, times: BatchTimes) -> ChunkReport:
+        """Make the report, after `wait`. Each chunk gets a share of its batch's seconds, by tokens."""
+        share = self.command.tokens / times.tokens
+        phases = {name: share * seconds for name, seconds in times.phases.items()}
         if self.fetch_s:
             phases["kv_fetch"] = self.fetch_s
         return ChunkReport(
             request_id=self.command.request_id,
             stage=stage,
             start=self.command.start,
-            wall=computing + self.fetch_s,
+            wall=share * times.wall + self.fetch_s,
             phases=phases,
-            density=density,
+            density=self._density(share, times.layers),
             sampled_share=sum(c.scored_share for _, c in self.tile_counts) / max(1, len(self.tile_counts)),
             handoff_bytes=self.handoff_bytes,
-            launched_ahead=None if self._sealed is None else self.through - self.launched,
+            launched_ahead=None if self._sealed is None else share * (self.through - self.launched),
         )
 
-    def _density(self) -> tuple[LayerDensity, ...]:
+    def _density(self, share: float, seconds: Mapping[int, Mapping[str, float]]) -> tuple[LayerDensity, ...]:
         if self._computed_L is None:
             return ()
-        seconds = self.timer.layers()
         densities = []
         for (layer, counts), tiles in zip(self.tile_counts, self._computed_L.tolist(), strict=True):
             parts = seconds.get(layer, {})
             attention, causal = parts.get("attention", 0.0), float(counts.causal)
-            times = {"attention": attention, "choosing": sum(parts.values()) - attention}
+            choosing = share * (sum(parts.values()) - attention)
+            times = {"attention": share * attention, "choosing": choosing}
             densities.append(LayerDensity(layer=layer, computed=tiles, causal=causal, **times))
         return tuple(densities)
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """The times of a batch of chunks.
+
+    Attributes:
+        tokens: Tokens of all chunks.
+        wall: Seconds from the batch's start to its end.
+        phases, layers: `PhaseTimer.seconds` and `PhaseTimer.layers`.
+    """
+
+    tokens: int
+    wall: float
+    phases: Mapping[str, float]
+    layers: Mapping[int, Mapping[str, float]]
+
+    @classmethod
+    def of(cls, works: Sequence[ChunkWork], after: float) -> BatchTimes:
+        """Collect the times after `ChunkWork.wait` of all chunks. `after` is the time at which the device
+        finished the previous batch; this batch's time counts from then at the earliest."""
+        phases, first, last = works[0].timer.seconds(), works[0], works[-1]
+        wall = max(last.through - max(first.began, after), sum(phases.values()))
+        return cls(sum(work.command.tokens for work in works), wall, phases, first.timer.layers())
 
 
 @dataclass(kw_only=True)
@@ -125,8 +158,15 @@ class OpenPrompt:
 
 
 class ChunkAttention:
-    """Computes one chunk's attention in each layer (`LayerAttention`). `last_layer`: index of the model's
-    last layer. `sinks`: `LayerStack.sinks`."""
+    """Computes one chunk's attention in each layer (`LayerAttention`).
+
+    Args:
+        last_layer: Index of the model's last layer.
+        sinks: `LayerStack.sinks`.
+
+    Attributes:
+        rows_T: Rows of the KV cache that the chunk's tokens are written to.
+    """
 
     def __init__(
         self,
@@ -137,12 +177,12 @@ class ChunkAttention:
         abandoned: Callable[[], bool],
         sinks: Callable[[int], torch.Tensor | None],
     ) -> None:
-        self._prompt, self._work, self._cache = prompt, work, cache
+        self.prompt, self.work, self._cache = prompt, work, cache
         self._last_layer, self._abandoned, self._sinks = last_layer, abandoned, sinks
         self._start = work.command.start
         self._end = work.command.start + work.command.tokens
         with work.timer.phase("projection"):
-            self._rows_T = self._rows(self._start, work.command.tokens)
+            self.rows_T = self._rows(self._start, work.command.tokens)
             self._seen_S = self._rows(0, self._end) if cache.int8 else None
             """Rows of all tokens so far, if 8-bit KV must be dequantised to the model's dtype."""
             self._places = tuple(p for p in prompt.request.state_places if self._start < p <= self._end)
@@ -156,39 +196,43 @@ class ChunkAttention:
                 self._buffers = SequenceBuffers(prompt.live, self._start, self._end, first, cuts)
 
     def _rows(self, start: int, tokens: int) -> torch.Tensor:
-        if self._prompt.first_page is None:
-            return self._cache.rows_of(self._prompt.pages_N, start, tokens)
-        return self._cache.rows_of_run(self._prompt.first_page, start, tokens)
+        if self.prompt.first_page is None:
+            return self._cache.rows_of(self.prompt.pages_N, start, tokens)
+        return self._cache.rows_of_run(self.prompt.first_page, start, tokens)
+
+    @property
+    def tokens(self) -> int:
+        return self._end - self._start
 
     def kv_rows(self, layer: int) -> KVRows:
         """Return the rows to write the chunk's KV to. Raises RequestFailed if the request ended."""
         self._check_wanted()
         if self._buffers is not None and self._buffers.has(layer):
             return self._buffers.kv_rows(layer)
-        return self._cache.kv_rows(layer, self._rows_T)
+        return self._cache.kv_rows(layer, self.rows_T)
 
     def _check_wanted(self) -> None:
         if self._abandoned():
-            raise RequestFailed(f"request {self._prompt.request.request_id} was abandoned")
+            raise RequestFailed(f"request {self.prompt.request.request_id} was abandoned")
 
     def row_states(self, layer: int) -> RowStates:
         """Return where the layer's state is: slot 0, and a slot for each of the chunk's state places. Raises
         RequestFailed if the request ended."""
         self._check_wanted()
-        assert isinstance(self._prompt.live, LinearStates), "only linear-attention layers ask"
+        assert isinstance(self.prompt.live, LinearStates), "only linear-attention layers ask"
         cuts = [(place - self._start, slot) for slot, place in enumerate(self._places, start=1)]
         whole = (self._end - self._start, 0)
-        return SequenceStates(self._prompt.live.layer(layer), 0, (*cuts, whole))
+        return SequenceStates(self.prompt.live.layer(layer), 0, (*cuts, whole))
 
     def copy_states(self) -> None:
         """Launch the copies of the states that the decode worker needs. Call it after the last layer."""
-        if self._prompt.live is not None:
-            copy = self._prompt.stream.copy_state
+        if self.prompt.live is not None:
+            copy = self.prompt.stream.copy_state
             for slot, place in enumerate(self._places, start=1):
-                self._work.states.append((place, copy(place, self._prompt.live, slot)))
+                self.work.states.append((place, copy(place, self.prompt.live, slot)))
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
-        work, prompt, phase = self._work, self._prompt, self._work.timer.phase
+        work, prompt, phase = self.work, self.prompt, self.work.timer.phase
         if self._buffers is not None and self._buffers.has(layer):
             return self._attend_to_window(layer, q_THD, self._buffers)
         with phase("kv_gather"):
@@ -222,11 +266,11 @@ class ChunkAttention:
         """Compute attention in a layer with a rolling buffer. Its KV is not sent: the decode worker gets its
         states."""
         first, (k_GSD, v_GSD) = self._first_needed(layer), buffers.seen()
-        with self._work.timer.phase("handoff"):
+        with self.work.timer.phase("handoff"):
             buffers.keep(layer)
         if first > self._start:
-            with self._work.timer.phase("projection"):
-                self._work.finite = finite(k_GSD[:, buffers.before :]) & finite(v_GSD[:, buffers.before :])
+            with self.work.timer.phase("projection"):
+                self.work.finite = finite(k_GSD[:, buffers.before :]) & finite(v_GSD[:, buffers.before :])
         if first == self._end:
             return None
         q_BHTD = q_THD[first - self._start :].transpose(0, 1)[None]
@@ -237,11 +281,11 @@ class ChunkAttention:
         seen, causal = (tiles_of_blocks(*blocks, window) for window in (buffers.window, 0))
         heads = q_BHTD.shape[1]
         computed = torch.full_like(counts.computed, heads * seen)
-        self._work.tile_counts.append((layer, TileCounts(computed, heads * causal, counts.scored_share)))
+        self.work.tile_counts.append((layer, TileCounts(computed, heads * causal, counts.scored_share)))
         return out_BHTD[0].transpose(0, 1)
 
     def _attended(self, layer: int, x: AttentionInput) -> tuple[torch.Tensor, TileCounts]:
-        prompt, timer = self._prompt, self._work.timer
+        prompt, timer = self.prompt, self.work.timer
         timer.layer = layer
         if layer not in prompt.states:
             prompt.states[layer] = prompt.method.new_state(replace(prompt.spec, layer=layer))
@@ -255,8 +299,8 @@ class ChunkAttention:
         In the model's last layer, attention is needed only for the logits of the prompt's last token. A
         method with a `resume_step` starts at the last multiple of it, any other at the chunk's beginning.
         """
-        command = self._work.command
-        if layer != self._last_layer or not (step := resume_step(self._prompt.request.method)):
+        command = self.work.command
+        if layer != self._last_layer or not (step := resume_step(self.prompt.request.method)):
             return self._start
         needed = self._end - 1 if command.last and command.wants_logits else self._end
         return max(self._start, needed // step * step)
@@ -264,16 +308,16 @@ class ChunkAttention:
     def _context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._seen_S is not None:
             return self._cache.gather_rows(layer, self._seen_S)
-        if self._prompt.first_page is None:
-            return self._cache.gather(layer, self._prompt.pages_N, self._end)
-        return self._cache.view_run(layer, self._prompt.first_page, self._end)
+        if self.prompt.first_page is None:
+            return self._cache.gather(layer, self.prompt.pages_N, self._end)
+        return self._cache.view_run(layer, self.prompt.first_page, self._end)
 
     def _chunk(self, layer: int, k_GSD: torch.Tensor, v_GSD: torch.Tensor) -> Sides:
         if self._seen_S is None:
             return k_GSD[:, self._start :].transpose(0, 1), v_GSD[:, self._start :].transpose(0, 1)
-        if self._prompt.first_page is None:
-            return self._cache.sides_of(layer, self._rows_T)
-        return self._cache.sides_of_run(layer, self._prompt.first_page, self._start, len(self._rows_T))
+        if self.prompt.first_page is None:
+            return self._cache.sides_of(layer, self.rows_T)
+        return self._cache.sides_of_run(layer, self.prompt.first_page, self._start, len(self.rows_T))
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,11 @@
 """A pipeline stage of a prefill group.
 
-Stages must stay in step: for every chunk, a stage receives hidden states once and sends once. If a request
-fails, the stage sends zeros and raises `RequestFailed` for the chunk. Any other exception ends the group.
+Stages must stay in step: for every batch of chunks, a stage receives hidden states once and sends once. If a
+request fails, the stage sends zeros for its chunk and returns `RequestFailed` in place of a report. Any other
+exception ends the group.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,8 +37,15 @@ from deltafront.workers.model.calibrated.profile import Profile, load_profile
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.prefill.stage.activations import Activations, NoActivations
-from deltafront.workers.prefill.stage.chunk import ChunkAttention, ChunkWork, OpenPrompt, finite
-from deltafront.workers.prefill.stage.phases import phase_timer
+from deltafront.workers.prefill.stage.batch import BatchAttention
+from deltafront.workers.prefill.stage.chunk import (
+    BatchTimes,
+    ChunkAttention,
+    ChunkWork,
+    OpenPrompt,
+    finite,
+)
+from deltafront.workers.prefill.stage.phases import PhaseTimer, phase_timer
 from deltafront.workers.prefill.stage.warm_up import warm_up, warm_up_kv
 from deltafront.workers.progress import Tell, silent
 from deltafront.workers.settings import KVDtype, ModelSpec, PrefillConfig
@@ -50,7 +59,7 @@ _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, t
 class PrefillStage:
     """A pipeline stage that runs chunks of prompts through its layers (`roles.Stage`).
 
-    One thread calls its methods. A second thread calls the functions that `run_chunk` returns, in the same
+    One thread calls its methods. A second thread calls the functions that `run_batch` returns, in the same
     order. Any thread may call `abandon`.
     """
 
@@ -82,7 +91,7 @@ class PrefillStage:
         pages of a closed request."""
         self._tracer = tracer
         self._through = 0.0
-        """The perf_counter time at which the device finished the last chunk."""
+        """The perf_counter time at which the device finished the last batch."""
 
     def connect(self, activations: Activations) -> None:
         self._activations = activations
@@ -174,26 +183,29 @@ class PrefillStage:
         self._open[request.request_id].fetch_s = time.perf_counter() - began
 
     @torch.inference_mode()
-    def run_chunk(self, command: ChunkCommand) -> Callable[[], ChunkReport]:
-        work = ChunkWork(command=command, timer=phase_timer(self.stack.device))
-        if prompt := self._open.get(command.request_id):
-            work.fetch_s, prompt.fetch_s = prompt.fetch_s, 0.0
-        received_TC = self._receive(work)
+    def run_batch(self, commands: Sequence[ChunkCommand]) -> Callable[[], list[ChunkReport | RequestFailed]]:
+        timer, tokens = phase_timer(self.stack.device), sum(command.tokens for command in commands)
+        works = [ChunkWork(command=command, timer=timer) for command in commands]
+        received_TC = self._receive(timer, tokens)
+        begun = [self._begin(work) for work in works]
+        chunks, own = [chunk for chunk in begun if chunk is not None], _rows_of(commands, begun)
+        if received_TC is not None and own is not None:
+            received_TC = received_TC[own]
+        parts: Sequence[torch.Tensor] = ()
         try:
-            hidden_TC = self._compute(work, received_TC)
+            if chunks:
+                parts = self._compute(chunks, timer, received_TC)
         except _REQUEST_ERRORS as error:
-            failure = self._failure(work, error)
-            self._drop(command.request_id)
-            shape = command.tokens, self.stack.config.hidden
-            self._pass_on(work, torch.zeros(shape, dtype=self.stack.dtype, device=self.stack.device))
-            raise failure from error
-        self._pass_on(work, hidden_TC)
-        stream = self._open[command.request_id].stream
+            self._fail_all(chunks, error)
+        self._pass_on(timer, parts, own, tokens)
         try:
-            sent = self._finish(work, hidden_TC, stream)
+            if parts:
+                self._finish(chunks, timer, parts)
         except _REQUEST_ERRORS as error:
-            raise self._failure(work, error) from error
-        return partial(self._report, work, sent, stream)
+            self._fail_all(chunks, error)
+        for work in works:
+            work.seal()
+        return partial(self._reports, works)
 
     def close(self, request_id: str) -> bool:
         self._drop(request_id)
@@ -210,45 +222,92 @@ class PrefillStage:
         """Stop a request's chunks. Serials are never reused, so a call after `close` is harmless."""
         self._abandoned.add(serial)
 
-    # --- a chunk ------------------------------------------------------------------------------------------
+    # --- a batch of chunks --------------------------------------------------------------------------------
 
-    def _receive(self, work: ChunkWork) -> torch.Tensor | None:
+    def _receive(self, timer: PhaseTimer, tokens: int) -> torch.Tensor | None:
         if self._stage == 0:
             return None
-        with work.timer.phase("activation_wait"):
-            return self._activations.receive(work.command.tokens)
+        with timer.phase("activation_wait"):
+            return self._activations.receive(tokens)
 
-    def _pass_on(self, work: ChunkWork, hidden_TC: torch.Tensor) -> None:
-        if not self._last:
-            with work.timer.phase("activation_send"):
-                self._activations.send(hidden_TC)
+    def _begin(self, work: ChunkWork) -> ChunkAttention | None:
+        """Prepare a chunk. None: it has failed."""
+        prompt = self._open.get(work.command.request_id)
+        try:
+            if prompt is None:
+                raise RequestFailed(f"request {work.command.request_id} is not open on stage {self._stage}")
+            if self._stage == 0:
+                self._check_ids(work.command)
+            work.fetch_s, prompt.fetch_s = prompt.fetch_s, 0.0
+            work.stream = prompt.stream
+            serial, stack = prompt.request.serial, self.stack
+            return ChunkAttention(
+                prompt,
+                work,
+                self._cache,
+                stack.config.layers - 1,
+                lambda: serial in self._abandoned,
+                stack.sinks,
+            )
+        except _REQUEST_ERRORS as error:
+            self._fail(work, error)
+            return None
 
-    def _compute(self, work: ChunkWork, received_TC: torch.Tensor | None) -> torch.Tensor:
-        command, phase, stack = work.command, work.timer.phase, self.stack
-        prompt = self._open.get(command.request_id)
-        if prompt is None:
-            raise RequestFailed(f"request {command.request_id} is not open on stage {self._stage}")
-        with phase("projection"):
-            hidden_TC = self._embed(command) if received_TC is None else received_TC
-            positions_T = torch.arange(command.start, command.start + command.tokens, device=stack.device)
-        serial, last_layer = prompt.request.serial, stack.config.layers - 1
-        attention = ChunkAttention(
-            prompt, work, self._cache, last_layer, lambda: serial in self._abandoned, stack.sinks
-        )
-        hidden_TC = stack.run(hidden_TC, positions_T, attention, phase=phase)
-        with phase("handoff"):
-            attention.copy_states()
-        return hidden_TC
+    def _fail(self, work: ChunkWork, error: Exception) -> None:
+        work.failure = self._failure(work, error)
+        self._drop(work.command.request_id)
 
-    def _embed(self, command: ChunkCommand) -> torch.Tensor:
-        ids_T = np.frombuffer(command.token_ids, dtype="<u4").astype(np.int64)
-        vocab = self.stack.config.vocab
+    def _fail_all(self, chunks: Sequence[ChunkAttention], error: Exception) -> None:
+        for chunk in chunks:
+            if chunk.work.failure is None:
+                self._fail(chunk.work, error)
+
+    def _compute(
+        self, chunks: Sequence[ChunkAttention], timer: PhaseTimer, received_TC: torch.Tensor | None
+    ) -> Sequence[torch.Tensor]:
+        """Run the chunks through the stage's layers. Returns each chunk's hidden_TC of the rows that later
+        layers or logits need."""
+        stack, commands = self.stack, [chunk.work.command for chunk in chunks]
+        with timer.phase("projection"):
+            hidden_TC = self._embed(commands) if received_TC is None else received_TC
+            starts = [(command.start, command.start + command.tokens) for command in commands]
+            positions = [torch.arange(*each, device=stack.device) for each in starts]
+            positions_T = positions[0] if len(positions) == 1 else torch.cat(positions)
+            attention = BatchAttention(chunks, self._cache, _REQUEST_ERRORS, self._fail)
+        hidden_TC = stack.run(hidden_TC, positions_T, attention, phase=timer.phase)
+        with timer.phase("handoff"):
+            for chunk in chunks:
+                chunk.copy_states()
+        return torch.split(hidden_TC, attention.rows)
+
+    def _check_ids(self, command: ChunkCommand) -> None:
+        ids_T, vocab = np.frombuffer(command.token_ids, dtype="<u4"), self.stack.config.vocab
         if ids_T.size != command.tokens or ids_T.max(initial=0) >= vocab:
             raise RequestFailed(
                 f"{ids_T.size} token ids up to {ids_T.max(initial=0)} came for {command.tokens} tokens of a "
                 f"vocabulary of {vocab}"
             )
-        return self.stack.embed(self._to_device(ids_T))
+
+    def _embed(self, commands: Sequence[ChunkCommand]) -> torch.Tensor:
+        ids_T = np.frombuffer(b"".join(command.token_ids for command in commands), dtype="<u4")
+        return self.stack.embed(self._to_device(ids_T.astype(np.int64)))
+
+    def _pass_on(
+        self, timer: PhaseTimer, parts: Sequence[torch.Tensor], own: Sequence[int] | None, tokens: int
+    ) -> None:
+        """Send a batch's hidden states to the next stage: `parts` in the rows `own` (None: in all rows), and
+        zeros in the others."""
+        if self._last:
+            return
+        with timer.phase("activation_send"):
+            hidden_TC = parts[0] if len(parts) == 1 else torch.cat(list(parts)) if parts else None
+            if hidden_TC is None or own is not None:
+                shape = tokens, self.stack.config.hidden
+                whole_TC = torch.zeros(shape, dtype=self.stack.dtype, device=self.stack.device)
+                if hidden_TC is not None:
+                    whole_TC[own] = hidden_TC
+                hidden_TC = whole_TC
+            self._activations.send(hidden_TC)
 
     def _to_device(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
         """Return the array as a tensor on the device. A GPU copies it from pinned memory; any other copy
@@ -258,28 +317,47 @@ class PrefillStage:
             return x.pin_memory().to(self.stack.device, non_blocking=True)
         return x
 
-    def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor, stream: KVStream) -> Callable[[], None]:
-        """Launch a chunk's check for overflow and the rest of its KV hand-off. The last stage also launches
-        the logits of the prompt's last token, if the command wants them.
-
-        Returns a function that completes the hand-off.
+    def _finish(
+        self, chunks: Sequence[ChunkAttention], timer: PhaseTimer, parts: Sequence[torch.Tensor]
+    ) -> None:
+        """Launch each chunk's check for overflow and the rest of its KV hand-off. The last stage also
+        launches the logits of last tokens, where commands want them.
 
         The check needs only the last layer's output, because an overflow in any layer stays in the residual.
         """
-        command, phase = work.command, work.timer.phase
-        with phase("projection"):
-            stays_finite = finite(hidden_TC)
-            work.finite = stays_finite if work.finite is None else stays_finite & work.finite
-            if self._last and command.last and command.wants_logits:
-                work.logits_V = self.stack.logits(hidden_TC[-1:])[0]
-        with phase("handoff"):
-            sent = stream.end_chunk()
-        work.seal()
-        return sent
+        live = [
+            (each.work, part_TC) for each, part_TC in zip(chunks, parts, strict=True) if not each.work.failure
+        ]
+        with timer.phase("projection"):
+            for work, part_TC in live:
+                stays_finite = finite(part_TC)
+                work.finite = stays_finite if work.finite is None else stays_finite & work.finite
+            asked = [(work, part_TC[-1:]) for work, part_TC in live if self._wants_logits(work.command)]
+            if asked:
+                logits_RV = self.stack.logits(torch.cat([last_1C for _, last_1C in asked]))
+                for (work, _), logits_V in zip(asked, logits_RV, strict=True):
+                    work.logits_V = logits_V
+        with timer.phase("handoff"):
+            for work, _ in live:
+                try:
+                    work.sent = work.stream.end_chunk()
+                except _REQUEST_ERRORS as error:
+                    self._fail(work, error)
 
-    def _report(self, work: ChunkWork, sent: Callable[[], None], stream: KVStream) -> ChunkReport:
-        work.wait()
-        after, self._through = self._through, work.through
+    def _wants_logits(self, command: ChunkCommand) -> bool:
+        return self._last and command.last and command.wants_logits
+
+    def _reports(self, works: Sequence[ChunkWork]) -> list[ChunkReport | RequestFailed]:
+        for work in works:
+            work.wait()
+        after, self._through = self._through, works[-1].through
+        times = BatchTimes.of(works, after)
+        return [self._report(work, times) for work in works]
+
+    def _report(self, work: ChunkWork, times: BatchTimes) -> ChunkReport | RequestFailed:
+        if work.failure is not None:
+            return work.failure
+        stream = work.stream
         try:
             if not bool(work.finite):
                 raise RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
@@ -288,10 +366,11 @@ class PrefillStage:
                 stream.put_state(tokens, layers, state)
             if work.logits_V is not None:
                 stream.put_logits(work.logits_V)
-            sent()
+            assert work.sent is not None, "a chunk that has not failed has sent its KV"
+            work.sent()
         except _REQUEST_ERRORS as error:
-            raise self._failure(work, error) from error
-        report = work.report(self._stage, after)
+            return self._failure(work, error)
+        report = work.report(self._stage, times)
         if work.command.trace:
             seconds = {f"seconds.{phase}": seconds for phase, seconds in report.phases.items()}
             ahead = {} if report.launched_ahead is None else {"lead": report.launched_ahead}
@@ -315,6 +394,15 @@ class PrefillStage:
         prompt = self._open.pop(request_id, None)
         if prompt is not None:
             self._abandoned.discard(prompt.request.serial)
+
+
+def _rows_of(commands: Sequence[ChunkCommand], begun: Sequence[ChunkAttention | None]) -> list[int] | None:
+    """Return the rows of the chunks that have begun, among their batch's hidden states; None: all rows."""
+    if None not in begun:
+        return None
+    ends = itertools.accumulate(command.tokens for command in commands)
+    each = zip(commands, ends, begun, strict=True)
+    return [row for command, end, one in each if one is not None for row in range(end - command.tokens, end)]
 
 
 def load_stage(
