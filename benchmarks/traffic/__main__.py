@@ -15,8 +15,8 @@ Loads (--loads):
 - agents: --sessions agents at once for --seconds. Prompts grow turn by turn, as in --trace (the folder traces
   of github.com/callanjfox/kv-cache-tester: Claude Code's sessions), or as generated from its distributions.
   Requests that run at the end are cancelled and count as unfinished.
-- 1x32768, 1x131072, 10x32768, 64x2048, 16x8192, 32x8192: so many prompts of so many tokens at once, with
-  answers of 16, 16, 128, 128, 256 and 512.
+- 1x32768, 1x131072, 10x32768, 64x512, 64x2048, 16x8192, 32x8192: so many prompts of so many tokens at once,
+  with answers of 16, 16, 128, 128, 128, 256 and 512.
 - beside_131072: eight chats, then a prompt of 131,072 tokens, then a short one.
 - poisson: single prompts of 512 to 32,768 tokens, which arrive in a Poisson process at each of --rates a
   second for --seconds. Rates rise until less than half of the answers are good, that is within --ttft-s and

@@ -72,6 +72,7 @@ def mixed() -> Mapping[str, list[Caller]]:
         "1x32768": together(1, 32_768, 16),
         "1x131072": together(1, 131_072, 16),
         "10x32768": together(10, 32_768, 128),
+        "64x512": together(64, 512, 128),
         "64x2048": together(64, 2048, 128),
         "16x8192": together(16, 8192, 256),
         "32x8192": together(32, 8192, 512),
