@@ -72,6 +72,14 @@ def test_cost_model_changes_little_after_a_chunk_that_compiles() -> None:
     assert fit.cost.seconds(0, 32_768) < 1.2 * before
 
 
+def test_chunks_of_one_length_say_that_a_shorter_prompt_takes_less() -> None:
+    chance, fit = random.Random(0), CostFit(CHUNK)
+    for _ in range(30):
+        read(fit, chance, 0, CHUNK)
+    for tokens in (256, 1024, 4096):
+        assert fit.cost.seconds(0, tokens) < 1.1 * TRUE.seconds(0, tokens), tokens
+
+
 def test_cost_model_has_no_negative_coefficient() -> None:
     fit = CostFit(CHUNK)
     assert fit.cost.seconds(0, 1000) == 0.0
