@@ -5,26 +5,23 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import httpx
 import openai
 from rows import ANSWER, ARGUMENTS, BASE, MODEL, PARAMETERS, QUESTION, case, main, refusal
+from server import free_port, serving
 
 NAME = "routed"
 ROUTE = {"model": f"openai/{MODEL}", "api_base": f"{BASE}/v1", "api_key": "any"}
 ASKED = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
-START_S = 300
 KEY = f"sk-{secrets.token_hex(32)}"
 """The proxy does not start without one."""
-with socket.create_server(("127.0.0.1", 0)) as free:
-    PROXY = f"http://127.0.0.1:{free.getsockname()[1]}"
+PORT = free_port()
+PROXY = f"http://127.0.0.1:{PORT}"
 client = openai.OpenAI(base_url=f"{PROXY}/v1", api_key=KEY, max_retries=0, timeout=60)
 create = client.chat.completions.create
 
@@ -78,25 +75,11 @@ def too_long() -> str:
     return refusal(lambda: create(model=NAME, messages=asked), "ContextWindowExceededError")
 
 
-def wait(proxy: subprocess.Popen) -> None:
-    until = time.monotonic() + START_S
-    while True:
-        try:
-            return httpx.get(f"{PROXY}/health/liveliness").raise_for_status()
-        except httpx.HTTPError:
-            assert proxy.poll() is None and time.monotonic() < until, "the proxy did not start"
-            time.sleep(0.2)
-
-
 with tempfile.TemporaryDirectory() as home:
     config = Path(home) / "config.yaml"
     config.write_text(json.dumps({"model_list": [{"model_name": NAME, "litellm_params": ROUTE}]}))
-    command = [Path(sys.executable).with_name("litellm"), "--config", config, "--host", "127.0.0.1"]
+    program = Path(sys.executable).with_name("litellm")
+    command = [program, "--config", config, "--host", "127.0.0.1", "--port", str(PORT)]
     offline = {**os.environ, "HOME": home, "LITELLM_MASTER_KEY": KEY, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    proxy = subprocess.Popen([*command, "--port", PROXY.rpartition(":")[2]], env=offline, stdout=sys.stderr)
-    try:
-        wait(proxy)
+    with serving(command, f"{PROXY}/health/liveliness", offline):
         main()
-    finally:
-        proxy.kill()
-        proxy.wait()
