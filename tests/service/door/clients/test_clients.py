@@ -27,7 +27,7 @@ from ..test_tools import call, model_with_tools
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = dict.fromkeys(("litellm_proxy", "llama_index"), "older") | {
-    "aider": "aider", "benchmarks": "benchmarks",
+    "aider": "aider", "benchmarks": "benchmarks", "open_webui": "open_webui",
 }  # fmt: skip
 """The environments, by their file of requirements, of clients that need other versions than most."""
 MODEL = "owner/tiny"
