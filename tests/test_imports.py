@@ -41,6 +41,7 @@ ROOMS = {
     "workers.model.layer_shares": "",
     "workers.model.adapter": "workers.model.directory",
     "workers.model.grammars": "workers.model.directory",
+    "workers.model.weight_bytes": "workers.model.directory",
     "workers.model.directory": """kernels.constants workers.settings workers.model.families
         workers.model.family_registry workers.model.layer_shares workers.model.weights.gguf_convert
         workers.model.weights.tekken""",
@@ -97,8 +98,8 @@ ROOMS = {
     "service.local": """workers.logs workers.messages workers.waits service.settings service.config
         service.haproxy service.listening service.app""",
     "service.cli": """kernels.constants kernels.methods workers.messages workers.settings
-        workers.model.directory workers.model.calibrated workers.model.decoder workers.calibration
-        workers.evaluation
+        workers.model.directory workers.model.weight_bytes workers.model.calibrated workers.model.decoder
+        workers.calibration workers.evaluation
         workers.kv.pages.pool service.errors service.settings service.config service.listening service.wiring
         service.request.answers service.request.text.tokenizer service.client service.local""",
 }

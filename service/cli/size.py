@@ -13,11 +13,11 @@ from deltafront.service.settings import DoorConfig
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.rope_config import RopeConfig
+from deltafront.workers.model.weight_bytes import attention_bytes, final_norm_bytes, mlp_bytes
 from deltafront.workers.settings import DecodeConfig, Dtype, KVDtype, Quantisation
 
 GIB = 1 << 30
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-SCALE_BYTES = _WIDE_BYTES = 4
 RESERVE_GIB = 8.0
 """Memory of each process on a GPU besides weights and KV cache: the CUDA context and NCCL (1 GiB), an MLP's
 activations of 16,384 tokens (3 GiB for 70B), tile selection (2.9 GiB at 524,288 tokens: docs/performance.md),
@@ -116,18 +116,12 @@ def weight_bytes(
 
     Only the layers' matrices are quantised.
     """
-    size = DTYPE_BYTES[dtype]
+    size, quantised = DTYPE_BYTES[dtype], quantisation is not None
+    held = sum(count * attention_bytes(kind, size, quantised) for kind, count in model.kinds(layers))
     kinds = model.kinds(layers if mlps is None else mlps)
-    plain = model.weights(layers, mlps, embedding=embedding, head=head) * size
-    plain += sum(count * kind.wide_numbers for kind, count in kinds) * (_WIDE_BYTES - size)
-    if quantisation is None:
-        return plain
-    matrices = len(layers) * model.attention_matrices
-    channels = len(layers) * ((model.q_heads + 2 * model.kv_heads) * model.head_dim + model.hidden)
-    for kind, count in kinds:
-        matrices += count * kind.mlp_matrices
-        channels += count * sum(2 * width + model.hidden for width in kind.mlp_modules.values())
-    return plain - matrices * (size - 1) + channels * SCALE_BYTES
+    held += sum(count * mlp_bytes(kind, size, quantised) for kind, count in kinds)
+    tables = 1 if embedding and head and model.tied_embeddings else embedding + head
+    return held + tables * model.vocab * model.hidden * size + head * final_norm_bytes(model, size)
 
 
 def kv_bytes(model: ModelConfig, layers: int, dtype: Dtype, kv_dtype: KVDtype | None = None) -> int:
@@ -179,9 +173,10 @@ def rank_bytes(
     part, size = model.of_rank(ranks), DTYPE_BYTES[dtype]
     kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.kv_layers, dtype, kv_dtype)
     rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
-    layers = weight_bytes(part, range(model.layers), dtype, quantisation, head=False)
+    layers = weight_bytes(part, range(model.layers), dtype, quantisation, embedding=False, head=False)
     states = (state_slots + 1) * model.state_bytes(range(model.layers), size)
-    return layers + kv + states + (rows + 1) * model.hidden * size
+    ends = (model.vocab + rows) * model.hidden * size + final_norm_bytes(model, size)
+    return layers + kv + states + ends
 
 
 def rank_counts(model: ModelConfig) -> list[int]:

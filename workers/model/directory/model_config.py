@@ -273,12 +273,6 @@ class ModelConfig:
         return self._mlp_numbers(sum(self.mlp_modules.values()))
 
     @property
-    def wide_numbers(self) -> int:
-        """Number of a layer's parameters that stay in float32: the router's, if it has a bias."""
-        mixture = self.mixture
-        return mixture.experts * (self.hidden + 1) if mixture is not None and mixture.has_bias else 0
-
-    @property
     def mlp_macs(self) -> int:
         """Multiply-adds of a layer's MLP per token."""
         if (mixture := self.mixture) is None:
@@ -304,12 +298,12 @@ class ModelConfig:
         attention = sum(count * kind._attention_numbers for kind, count in self.kinds(layers))
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
         kinds = self.kinds(layers if mlps is None else mlps)
-        halves = attention + sum(n * _numbers(kind._halves()[1]) for kind, n in kinds)
+        halves = attention + sum(n * _numbers(kind.mlp_half()) for kind, n in kinds)
         return halves + (tables * self.vocab + head * (1 + self.norm_bias)) * self.hidden
 
     @property
     def _attention_numbers(self) -> int:
-        numbers = _numbers(self._halves()[0])
+        numbers = _numbers(self.attention_half())
         if not self.qk_norm or self.qk_norm_all_heads or self.of_linear_layers:
             return numbers  # otherwise loading repeats the norm's weights for each head
         return numbers + (self.q_heads + self.kv_heads - 2 + self.qk_norm_after_rope) * self.head_dim
@@ -328,7 +322,8 @@ class ModelConfig:
         layers = {
             f"model.layers.{number}.{name}": shape
             for number in range(self.layers)
-            for half in self.of_layer(number)._halves()
+            for kind in (self.of_layer(number),)
+            for half in (kind.attention_half(), kind.mlp_half())
             for name, shape in half.items()
         }
         return {**table, **head, **layers}
@@ -355,9 +350,10 @@ class ModelConfig:
         shared = {SHARED: mixture.shared_width} if mixture.shared_width else {}
         return {f"mlp.experts.{n}": self.intermediate for n in range(mixture.experts)} | shared
 
-    def _halves(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    def attention_half(self) -> dict[str, Shape]:
+        """Return the shapes of a layer's attention, with norms. If layers differ, call it of `of_layer`."""
         linear = self.of_linear_layers
-        return self._attention_half() if linear is None else self._linear_half(linear), self._mlp_half()
+        return self._full_half() if linear is None else self._linear_half(linear)
 
     def _linear_half(self, linear: LinearConfig) -> dict[str, Shape]:
         half = self._norm("input_layernorm")
@@ -368,7 +364,7 @@ class ModelConfig:
         half[f"{LINEAR}.norm.weight"] = (linear.value_dim,)
         return half | _linear(f"{LINEAR}.out_proj", self.hidden, linear.value_width, bias=False)
 
-    def _attention_half(self) -> dict[str, Shape]:
+    def _full_half(self) -> dict[str, Shape]:
         hidden, q = self.hidden, self.q_heads * self.head_dim
         attention = self._norms("input_layernorm", "self_attn.post_norm")
         for module, rows in self.qkv_modules.items():
@@ -382,7 +378,8 @@ class ModelConfig:
             attention |= _linear("self_attn.gate_proj", q, hidden, bias=False)
         return attention | ({"self_attn.sinks": (self.q_heads,)} if self.attention_sinks else {})
 
-    def _mlp_half(self) -> dict[str, Shape]:
+    def mlp_half(self) -> dict[str, Shape]:
+        """Return the shapes of a layer's MLP or experts, with norms, as `attention_half` does."""
         hidden = self.hidden
         mlp = {} if self.parallel else self._norms("post_attention_layernorm", "mlp.post_norm")
         if self.activation == "xielu":

@@ -5,6 +5,7 @@ Our decoder and transformers' share only the tokenizer's code.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import gguf
@@ -22,6 +23,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from deltafront.benchmarks.engine.model import TINY
+from deltafront.service.cli import size
 from deltafront.service.config import parse
 from deltafront.service.wiring import local_model
 from deltafront.tests.numerics import row_errors
@@ -32,7 +34,6 @@ from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import check_weights
-from deltafront.workers.model.directory.layer_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import SHARED, ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf, model_directory
@@ -41,7 +42,7 @@ from deltafront.workers.model.family_registry import FAMILIES as SERVED
 from deltafront.workers.model.family_registry import gguf_families
 from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
-from deltafront.workers.settings import ModelSpec
+from deltafront.workers.settings import ModelSpec, Quantisation
 
 from .cases import (
     ASKED,
@@ -322,14 +323,14 @@ def test_every_model_family_is_tested() -> None:
     assert {family.model_type for family in SERVED.values()} <= made
 
 
-def held(weights: Any) -> dict[int, int]:
-    """Return each tensor's number of elements by address, so that shared tensors count once."""
+def held(weights: Any) -> dict[int, torch.Tensor]:
+    """Return each tensor by its address, so that shared tensors count once."""
     if isinstance(weights, torch.Tensor):
-        return {weights.data_ptr(): weights.numel()}
-    if weights is None or isinstance(weights, bool | int | float | MixtureConfig):
+        return {weights.data_ptr(): weights}
+    if not (isinstance(weights, tuple) or dataclasses.is_dataclass(weights)):
         return {}
     parts = weights if isinstance(weights, tuple) else vars(weights).values()
-    return {key: count for part in parts for key, count in held(part).items()}
+    return {key: tensor for part in parts for key, tensor in held(part).items()}
 
 
 @pytest.mark.parametrize("stages", [1, 2, 6])
@@ -337,9 +338,29 @@ def test_config_counts_the_weights_and_kv_of_the_loaded_tensors(case: Case, stag
     config = case.config
     for stage, stack in enumerate(load_stages(case, stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
-        assert sum(held(stack._weights).values()) == config.weights(stack.layers, stack.mlps, **ends)
+        numbers = sum(tensor.numel() for tensor in held(stack._weights).values())
+        assert numbers == config.weights(stack.layers, stack.mlps, **ends)
         cache = PagedKVCache(stack.layers, config.kv_heads, config.head_dim, 3, torch.float16, "cpu")
         assert 2 * cache.k_LPSGD.nbytes == 3 * PAGE_TOKENS * config.kv_values(len(stack.layers)) * 2
+
+
+@pytest.mark.parametrize("kind", [None, *get_args(Quantisation)])
+def test_size_counts_the_bytes_of_the_loaded_tensors(case: Case, kind: Quantisation | None) -> None:
+    config, how = case.config, {"dtype": torch.bfloat16, "device": torch.device("cpu"), "quantisation": kind}
+
+    def loaded(layers: range, mlps: range, ranks: int = 1) -> int:
+        ends = {"embedding": True, "head": True}
+        spec = StackSpec(config=config, layers=layers, mlps=mlps, ranks=ranks, **ends, **how)
+        weights = read_stack(case.directory, spec)
+        weights = replace(weights, head=None) if config.tied_embeddings else weights
+        return sum(tensor.nbytes for tensor in held(weights).values())
+
+    for layers, mlps in ((range(6), range(6)), (range(1, 4), range(3)), (range(3, 6), range(3, 6))):
+        assert size.weight_bytes(config, layers, "bfloat16", kind, mlps=mlps) == loaded(layers, mlps)
+    for ranks in size.rank_counts(config):
+        found = size.rank_bytes(config, ranks, 0, "bfloat16", kind)
+        states = config.state_bytes(range(6), 2)
+        assert found - states == loaded(range(6), range(6), ranks)
 
 
 def assert_bf16_is_no_worse_than_transformers(logits_TV: torch.Tensor, case: Case) -> None:
