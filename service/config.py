@@ -264,8 +264,6 @@ class ServiceConfig(BaseModel):
             yield f"decode.host_cache_gib: must be 0, because states of {states} stay on the GPU"
         if self.door.shadow:
             yield f"door.shadow: must be 0 with {states}"
-        if self.model.quantisation is not None and model.linear is not None:
-            yield f"model.quantisation = {self.model.quantisation}: not with linear attention yet"
         if decode.state_slots < LEAST_SLOTS:
             yield f"decode.state_slots = {decode.state_slots}: must be at least {LEAST_SLOTS}"
         if not has_pages and self.prefill.device == "cuda":

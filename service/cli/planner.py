@@ -121,8 +121,7 @@ def uses(demand: Demand) -> Iterator[HostUse]:
         n for n in range(most, 0, -1) if demand.stages in (None, n) and _all_have_pages(demand.model, n)
     ]
     cuts = [n for n in reversed(rank_counts(demand.model)) if demand.ranks in (None, n) and n <= demand.gpus]
-    kinds = [kind for kind in demand.quantisations if kind is None or demand.model.linear is None]
-    for kind, stages, ranks in itertools.product(kinds, counts, cuts):
+    for kind, stages, ranks in itertools.product(demand.quantisations, counts, cuts):
         if kind is None or not any(width % 16 for width in demand.model.matrix_widths(ranks)):
             yield HostUse(kind, stages, ranks, beside=stages + ranks > demand.gpus)
 

@@ -414,6 +414,16 @@ def test_a_model_of_odd_widths_cannot_be_quantised(model: Path) -> None:
         parse(given).check_against(replace(shape, intermediate=48), None)
 
 
+def test_a_hybrid_of_odd_widths_cannot_be_quantised() -> None:
+    """The convolution has 2 · 2 · 17 channels of q and k, and 2 · 32 of v."""
+    given = content("prefill", device="cuda") | {"decode": {"device": "cuda", "page_selection": "full"}}
+    given["model"] |= {"quantisation": "fp8"}
+    assert HYBRID.linear is not None
+    odd = replace(HYBRID.linear, key_heads=2, value_heads=2, key_dim=17, value_dim=32)
+    with pytest.raises(ConfigError, match=r"model.quantisation: .*64, 132\) must be multiples of 16"):
+        parse(given).check_against(replace(HYBRID, linear=odd), None)
+
+
 @pytest.mark.parametrize(("part", "taken"), [("prefill", (16, 32, 64, 128, 256)), ("decode", (64, 128, 256))])
 def test_error_names_head_sizes_without_gpu_kernels(part: str, taken: tuple[int, ...]) -> None:
     for dim in (16, 32, 64, 80, 96, 128, 256):
@@ -453,13 +463,12 @@ HYBRID = ENGINE_SHAPES["next-16"]
             "decode.tensor_parallel: 2 ranks cannot share Qwen3NextForCausalLM",
         ),
         ("door", {"shadow": 0.1}, "door.shadow: must be 0 with linear attention"),
-        ("model", {"quantisation": "fp8"}, "model.quantisation = fp8: not with linear attention yet"),
         ("prefill", {"stages": 16}, "prefill.stages = 16: a stage would have linear attention alone"),
     ],
 )
 def test_names_what_a_hybrid_does_not_go_with(section: str, values: dict[str, Any], says: str) -> None:
     base = content() | {"prefill": {"device": "cuda"}, "decode": {"device": "cuda", "page_selection": "full"}}
-    parse(base).check_against(HYBRID, None)
+    parse(base | {"model": base["model"] | {"quantisation": "fp8"}}).check_against(HYBRID, None)
     with pytest.raises(ConfigError, match=says):
         parse(base | {section: {**base.get(section, {}), **values}}).check_against(HYBRID, None)
 

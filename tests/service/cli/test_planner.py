@@ -178,6 +178,22 @@ def test_plan_for_a_hybrid_counts_its_states(gpus: str, tokens: int) -> None:
     assert settings.decode.state_slots == 160 and settings.door.state_spacing == 16_384
 
 
+def test_plan_quantises_a_hybrid_that_does_not_fit_in_16_bits() -> None:
+    """All 48 layers of Qwen3-Next-80B-A3B: 148 GiB of weights, or 75 in FP8."""
+    shape = ENGINE_SHAPES["next-16"]
+    assert shape.linear is not None
+    linear = replace(shape.linear, layers=tuple(n for n in range(48) if n % 4 != 3))
+    shape = replace(shape, layers=48, linear=linear)
+    found = best(demand := Demand(model=shape, gpus=1, gpu_gib=141, tokens=131_072))
+    assert found is not None and found.use.quantisation == "fp8" and found.use.mapped
+    settings = parse(planner.configuration(demand, found, "somewhere"))
+    settings.check_against(shape, None)
+    wide, weights = (size.weight_bytes(shape, range(48), "bfloat16", kind) for kind in (None, "fp8"))
+    assert settings.model.quantisation == "fp8" and 148 < wide / GIB < 149 and 75 < weights / GIB < 76
+    states = (settings.decode.state_slots + 1) * shape.state_bytes(range(48), 2)
+    assert found.rank_bytes == weights + states + found.decode_tokens * 12 * 2 * 2 * 256 * 2
+
+
 GEMMA_27B = ENGINE_SHAPES["gemma-27b"]
 
 

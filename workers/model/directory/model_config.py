@@ -227,9 +227,12 @@ class ModelConfig:
         return self.linear if len(self.linear_layers) == self.layers else None
 
     def matrix_widths(self, ranks: int = 1) -> tuple[int, ...]:
-        """Return the input widths of a rank's weight matrices. Raises ModelError as `of_rank` does."""
-        part, linear = self.of_rank(ranks), () if self.linear is None else (self.linear.value_width,)
-        return self.hidden, *part.mlp_widths, part.q_heads * self.head_dim, *linear
+        """Return the widths of a rank's matrices that FP8 needs in multiples of 16: their inputs, and the
+        channels of linear attention's convolution. Other outputs follow. Raises ModelError as `of_rank`
+        does."""
+        part, linear = self.of_rank(ranks), self.linear
+        own = () if linear is None else (linear.value_width, linear.conv_channels)
+        return self.hidden, *part.mlp_widths, part.q_heads * self.head_dim, *own
 
     @property
     def windows(self) -> dict[int, int]:

@@ -27,6 +27,7 @@ from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.stack_weights import StackSpec
+from deltafront.workers.settings import Quantisation
 
 from .tiny_families import FAMILIES, SHAPE
 
@@ -229,13 +230,21 @@ def table_of(tokens: int, seed: int = 0) -> list[int]:
 
 @functools.lru_cache(maxsize=4)
 def load_stages(
-    case: Case, stages: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    case: Case,
+    stages: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    quantisation: Quantisation | None = None,
 ) -> list[LayerStack]:
-    return load_shares(case, case.config.split(stages), dtype, device)
+    return load_shares(case, case.config.split(stages), dtype, device, quantisation)
 
 
 def load_shares(
-    case: Case, shares: Sequence[LayerShare], dtype: torch.dtype = torch.float32, device: str = "cpu"
+    case: Case,
+    shares: Sequence[LayerShare],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    quantisation: Quantisation | None = None,
 ) -> list[LayerStack]:
     return [
         load_stack(
@@ -248,6 +257,7 @@ def load_shares(
                 head=share is shares[-1],
                 dtype=dtype,
                 device=torch.device(device),
+                quantisation=quantisation,
             ),
         )
         for share in shares

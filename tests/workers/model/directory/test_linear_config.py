@@ -151,7 +151,7 @@ def test_linear_attention_has_matrices_but_no_pairs(tmp_path: Path) -> None:
     assert (linear.macs_per_pair, full.macs_per_pair) == (0, 2 * 8 * 64)
     assert full.attention_macs == full.attention_matrices < linear.attention_macs + full.attention_matrices
     assert full.attention_matrices == 512 * 64 * (8 + 2 * 2) + 2 * 512 * 512
-    assert {*config.matrix_widths()} == {512, 96, 8 * 64, 6 * 32}
+    assert {*config.matrix_widths()} == {512, 96, 8 * 64, 6 * 32, 2 * 2 * 16 + 6 * 32}
 
 
 @pytest.mark.parametrize("last", [FULL, LINEAR])
