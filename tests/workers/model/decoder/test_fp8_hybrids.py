@@ -1,18 +1,25 @@
-"""Tests hybrid models in FP8: against transformers with the same matrices and inputs rounded, and on
-a GPU."""
+"""Tests hybrid models in FP8: against transformers with the same matrices and inputs rounded, from FP8 files,
+and on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from deltafront.kernels.layers.fp8 import cpu_quantise_rows
 from deltafront.tests.numerics import row_errors
+from deltafront.tests.workers.model.weights.quantised_checkpoints import BLOCK, block_scales, fp8
 from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.headers import check_weights
 
 from .cases import (
     CUTS,
@@ -108,6 +115,52 @@ def test_stages_in_fp8_compute_the_same_bits_as_one(case: Case, dtype: torch.dty
         for stages in (load_stages(case, count, dtype, quantisation="fp8") for count in (1, 2))
     ]
     assert torch.equal(*logits)
+
+
+# --- checkpoints in FP8
+
+
+def in_blocks(plain: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Store tensors as in Qwen's FP8 checkpoints. Returns the files' tensors, and those that they mean."""
+    stored, meant = dict(plain), dict(plain)
+    for name, tensor in plain.items():
+        stem = name.removesuffix(".weight")
+        if ".layers." in name and tensor.dim() == 2 and not stem.endswith(KEPT):
+            parts, meant[name] = fp8("weight_scale_inv", block_scales)(tensor)
+            stored |= {f"{stem}.{part}": parts[part] for part in ("weight", "weight_scale_inv")}
+    further = {"mtp.layers.0.mlp.down_proj.weight": torch.zeros(96, 96, dtype=torch.float8_e4m3fn)}
+    return stored | further | {"mtp.layers.0.mlp.down_proj.weight_scale_inv": torch.ones(2, 2)}, meant
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3.5", "qwen3.5-multimodal", "qwen3.5-moe-multimodal", "qwen3-next-mixed"]
+)
+def test_reads_hybrids_in_block_scaled_fp8(tmp_path: Path, family: str) -> None:
+    """Some matrices of a layer have scales, others 16 bits; layers that predict further tokens are unread."""
+    case = make_case(family, tmp_path / "plain")
+    raw = json.loads((case.directory / "config.json").read_text())
+    stored, meant = in_blocks(load_file(case.directory / "model.safetensors"))
+    scaled = {name.split(".")[-2] for name in stored if name.endswith("_scale_inv")}
+    assert {"q_proj", "o_proj", "out_proj", "down_proj"} < scaled
+    assert scaled & {"in_proj_qkv", "in_proj_qkvz"} and scaled.isdisjoint({"gate", *KEPT})
+    kept = [name.removesuffix(".weight") for name in stored if name.removesuffix(".weight").endswith(KEPT)]
+    method = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    method |= {"weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": kept}
+    logits: dict[str, list[torch.Tensor]] = {}
+    for kind, tensors in (("meant", meant), ("stored", stored)):
+        (directory := tmp_path / kind).mkdir()
+        said = {"quantization_config": method} if kind == "stored" else {}
+        (directory / "config.json").write_text(json.dumps(raw | said))
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        config = read_config(directory)
+        check_weights(directory, config)
+        found = replace(case, directory=directory, config=config)
+        for held in (None, "fp8"):
+            stages, pages = load_stages(found, 2, quantisation=held), Pages(config, [table_of(TOKENS)])
+            logits.setdefault(str(held), []).append(prefill(stages, case.ids_T, CUTS["chunks"], pages))
+    for pair in logits.values():
+        assert torch.equal(*pair)
+    assert not torch.equal(*(pair[0] for pair in logits.values()))
 
 
 # --- on a GPU

@@ -61,7 +61,7 @@ def spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Expand scales of a tensor, of rows or of blocks to one scale per weight."""
     if scales.numel() == 1:
         return scales.reshape(()).expand(shape)
-    if scales.shape[-1] == 1 or scales.dim() == 1:
+    if len(scales) == shape[0]:
         return scales.reshape(-1, 1).expand(shape)
     outputs, inputs = (torch.arange(length) for length in shape)
     return scales[outputs[:, None] // BLOCK, inputs // BLOCK]
