@@ -147,8 +147,9 @@ _FP8_FILES = {
             "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
         }
     },
-    "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+    "ignore": ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$", r"re:.*in_proj_(ba|b|a)$"],
 }
+_FP8_MATRICES = tuple(f"{name}.weight" for name in ("_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z"))
 
 _BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
 _WRITERS = 8
@@ -208,7 +209,7 @@ def _write_shard(
     header: dict[str, Any] = {}
     end = 0
     for name, size in shard.items():
-        rounded = fp8_files and name.endswith("_proj.weight")
+        rounded = fp8_files and name.endswith(_FP8_MATRICES)
         parts = {name: ("F8_E4M3" if rounded else "BF16", size)}
         parts |= {f"{name}_scale": ("F32", (size[0], 1))} if rounded else {}
         for part, (kind, shape) in parts.items():
