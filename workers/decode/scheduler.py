@@ -30,6 +30,8 @@ from deltafront.workers.turns import Turns
 T = TypeVar("T")
 _PACE = 2.0
 """While prompts wait, a decode step and the pause after it take at least this many times the step's time."""
+_LONGEST_GAP_S = 0.05
+"""No pause makes a gap longer than this."""
 _FAILED_TURNS = 3
 """The worker is replaced after this many consecutive failures of one kind of work."""
 
@@ -298,7 +300,7 @@ class DecodeScheduler:
 
         pages_in_use = _use_pages(requests)
         outcome = await self._computed("a decode step", requests, work)
-        self._next_step = began + max(self._target_gap_s, _PACE * (self._clock() - began))
+        self._next_step = began + paced_gap_s(self._clock() - began, self._target_gap_s)
         if launched is not None:
             launched.pages_in_use.close()
         chosen, following = outcome or ((), None)
@@ -373,6 +375,15 @@ class DecodeScheduler:
             request.close(FinishReason.STOP, "")
         elif request.left == 0:
             request.close(FinishReason.LENGTH, "")
+
+
+def paced_gap_s(step_s: float, target_s: float) -> float:
+    """Return the seconds from one decode step's start to the next while prompts wait.
+
+    Args:
+        step_s: The seconds that the step took.
+    """
+    return max(target_s, min(_PACE * step_s, max(step_s, _LONGEST_GAP_S)))
 
 
 def _masks(requests: Sequence[DecodeRequest]) -> Sequence[Mask | None]:

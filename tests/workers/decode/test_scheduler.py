@@ -17,7 +17,7 @@ from deltafront.workers.decode.engine import target_gap_s
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.request import DecodeRequest
 from deltafront.workers.decode.runner import ReadPart, ReadResult
-from deltafront.workers.decode.scheduler import DecodeScheduler
+from deltafront.workers.decode.scheduler import DecodeScheduler, paced_gap_s
 from deltafront.workers.decode.step_rows import Row, SampledToken
 from deltafront.workers.kv.arrival import KVArrival
 from deltafront.workers.kv.handoff.inbox import KVInbox
@@ -189,6 +189,14 @@ def test_decode_keeps_a_gap_by_default_where_a_stage_shares_its_gpu(
 async def test_decode_takes_at_most_half_of_the_time_while_prompts_wait() -> None:
     gaps = await Paced(0.001, step_s=0.02).run()
     assert len(gaps) == 1 and gaps[0] >= 0.039
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "target_ms", "gap_ms"),
+    [(5, 30, 30), (20, 30, 40), (30, 30, 50), (70, 30, 70), (70, 99, 99)],
+)
+def test_pause_makes_no_gap_longer_than_50_ms(step_ms: float, target_ms: float, gap_ms: float) -> None:
+    assert paced_gap_s(step_ms / 1e3, target_ms / 1e3) == pytest.approx(gap_ms / 1e3)
 
 
 async def test_pause_between_steps_ends_when_the_scheduler_stops() -> None:
