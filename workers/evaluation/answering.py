@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,6 +28,22 @@ from deltafront.workers.prefill.stage.warm_up import warm_up
 Decode = Callable[[Sequence[int]], str]
 Steps = Callable[[torch.Tensor], Attend]
 """steps(positions_B) returns the attention of the decode step that appends a token at these positions."""
+
+
+@dataclass(frozen=True)
+class Forced:
+    """The result of teacher-forcing given answers.
+
+    Attributes:
+        likely_B: For each answer its mean log-probability per token, and the share of its tokens that are the
+            model's likeliest.
+        agreed: Number of first tokens that are the model's likeliest in all answers.
+        hidden_BC: The hidden rows after these tokens.
+    """
+
+    likely_B: list[tuple[float, float]]
+    agreed: int
+    hidden_BC: torch.Tensor
 
 
 class Together:
@@ -138,16 +155,23 @@ class Together:
     ) -> list[MeasuredAnswer]:
         first_BC = torch.cat([reading.tail_TC for reading, _ in read])
         lengths = [sample.tokens for sample in samples]
-        for place in range(len(read)):
-            self._states.mark(place, "begun")
-        ids_B = self._decode(first_BC, lengths, tokens, decode, samples, steps)
-        known_B = [ids[:TOLD] for ids in (ids_B if told is None else told)]
-        for place in range(len(read)):
-            self._states.rewind(place, "begun")
-        likely_B = self._likely(first_BC, lengths, known_B, steps)
+        if told is None or self._stack.config.linear_layers:
+            for place in range(len(read)):
+                self._states.mark(place, "begun")
+            ids_B = self._decode(first_BC, lengths, tokens, decode, samples, steps)
+            known_B = [ids[:TOLD] for ids in (ids_B if told is None else told)]
+            for place in range(len(read)):
+                self._states.rewind(place, "begun")
+            forced = self._forced(first_BC, lengths, known_B, steps)
+        else:
+            known_B = [ids[:TOLD] for ids in told]
+            forced = self._forced(first_BC, lengths, known_B, steps)
+            begun_B = [ids[: forced.agreed] for ids in known_B]
+            ids_B = self._decode(forced.hidden_BC, lengths, tokens, decode, samples, steps, begun_B)
+        each = zip(ids_B, read, prefill_B, forced.likely_B, strict=True)
         return [
             MeasuredAnswer(tuple(ids), decode(ids), reading.density, prefill, seconds, *likely, reading.runs)
-            for ids, (reading, seconds), prefill, likely in zip(ids_B, read, prefill_B, likely_B, strict=True)
+            for ids, (reading, seconds), prefill, likely in each
         ]
 
     def _wait(self) -> None:
@@ -162,32 +186,42 @@ class Together:
         decode: Decode,
         samples: Sequence[Sample],
         steps: Steps,
+        begun_B: Sequence[Sequence[int]] = (),
     ) -> list[list[int]]:
         """Decode at most `tokens` tokens per sample greedily. Every eighth step, stop if each sample has
-        ended or its text contains all right answers."""
+        ended or its text contains all right answers.
+
+        Args:
+            hidden_BC: The hidden rows after the tokens begun_B.
+            begun_B: The samples' first tokens, equally many, whose KV is there; empty: none.
+        """
         ends, said = set(self._stack.config.eos_ids), [list[int]() for _ in lengths]
-        ended = [False] * len(lengths)
+        ended, begun = [False] * len(lengths), len(begun_B[0]) if begun_B else 0
         for step in range(tokens):
-            token_B = self._stack.logits(hidden_BC).argmax(-1)
+            if step < begun:
+                token_B = torch.tensor([ids[step] for ids in begun_B])
+            else:
+                token_B = self._stack.logits(hidden_BC).argmax(-1)
             for place, token in enumerate(token_B.tolist()):
                 ended[place] |= token in ends
                 if not ended[place]:
                     said[place].append(token)
             if step == tokens - 1 or (step % 8 == 7 and self._all_done(samples, said, ended, decode)):
                 break
-            hidden_BC = self._next(token_B, lengths, step, steps)
+            if step >= begun:
+                hidden_BC = self._next(token_B, lengths, step, steps)
         return said
 
-    def _likely(
+    def _forced(
         self,
         hidden_BC: torch.Tensor,
         lengths: Sequence[int],
         told_B: Sequence[Sequence[int]],
         steps: Steps,
-    ) -> list[tuple[float, float]]:
-        """Teacher-force the given answers `told_B`. Return for each its mean log-probability per token and
-        the share of its tokens that are the model's likeliest."""
+    ) -> Forced:
+        """Teacher-force the given answers `told_B`."""
         logp_B, same_B = [0.0] * len(told_B), [0] * len(told_B)
+        agreed, agreed_BC, agrees = 0, hidden_BC, True
         for step in range(max(map(len, told_B))):
             token_B = torch.tensor([ids[step] if step < len(ids) else 0 for ids in told_B])
             token_B = token_B.to(self._stack.device)
@@ -198,11 +232,15 @@ class Together:
                 if step < len(ids):
                     logp_B[place] += own_B[place]
                     same_B[place] += best_B[place] == ids[step]
+            agrees &= all(step < len(ids) and best_B[place] == ids[step] for place, ids in enumerate(told_B))
             hidden_BC = self._next(token_B, lengths, step, steps)
-        return [
+            if agrees:
+                agreed, agreed_BC = step + 1, hidden_BC
+        likely_B = [
             (logp / max(1, len(ids)), same / len(ids) if ids else 1.0)
             for logp, same, ids in zip(logp_B, same_B, told_B, strict=True)
         ]
+        return Forced(likely_B, agreed, agreed_BC)
 
     def _next(self, token_B: torch.Tensor, lengths: Sequence[int], step: int, steps: Steps) -> torch.Tensor:
         """Run one decode step: append token_B to the samples, after `step` decoded tokens. Return

@@ -48,7 +48,12 @@ class Trial:
 
 
 def trials(
-    settings: Sequence[str], asked: str, profile: Profile | None, tokens: int, recomputes: bool = True
+    settings: Sequence[str],
+    asked: str,
+    profile: Profile | None,
+    tokens: int,
+    recomputes: bool = True,
+    levels_alone: bool = False,
 ) -> list[Trial]:
     """List the trials of an evaluation, in the order in which they are tried.
 
@@ -59,11 +64,13 @@ def trials(
         tokens: Length of the longest prompt.
         recomputes: False for a model with linear attention, which recomputes no blocks: the default settings
             are tried without.
+        levels_alone: Try no other settings by default than the profile's levels.
 
     Raises:
         ValueError: A setting is wrong, or `settings` is empty and no default setting is left.
     """
-    listed = [Setting.parse(each) for each in settings or [*_levels(profile, tokens), *SETTINGS]]
+    defaults = [*_levels(profile, tokens), *(() if levels_alone else SETTINGS)]
+    listed = [Setting.parse(each) for each in settings or defaults]
     for each in listed:
         if each.delta:
             raise ValueError(

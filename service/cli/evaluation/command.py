@@ -99,7 +99,10 @@ def evaluate_command(
     seed: Annotated[int, typer.Option(help="Seed of facts and their places.")] = 0,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="First calibrate levels of dpxa on halves of two texts at most."),
+        typer.Option(
+            "--calibrate",
+            help="Calibrate levels of dpxa on halves of two texts at most, and try these.",
+        ),
     ] = False,
     adapter: Annotated[str | None, typer.Option(help="A PEFT LoRA directory.")] = None,
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
@@ -143,7 +146,8 @@ def evaluate_command(
         run = _Run(spec, device, base, length, answer_tokens, source, seed)
         if calibrate and profile is not None:
             run.profile.write(profile)  # so that an interrupted evaluation leaves the levels
-        evaluation = Evaluation(run.model, trials(setting, ask, run.profile, max(run.tokens), run.recomputes))
+        tried = trials(setting, ask, run.profile, max(run.tokens), run.recomputes, levels_alone=calibrate)
+        evaluation = Evaluation(run.model, tried)
         with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is shown
             evaluation.run(run.prompts(), until, _tell)
     except (ModelError, MethodError, PromptError, ValueError) as error:

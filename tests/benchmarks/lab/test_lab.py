@@ -48,6 +48,24 @@ def ids_of(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(1, 60) for _ in range(count))
 
 
+@pytest.mark.parametrize("shared", [0, 1, 4, 9])
+@pytest.mark.parametrize("given", ["dense", "streaming:min_tokens=0,window=128@3"])
+def test_answer_does_not_depend_on_the_answer_that_is_told(
+    stack: LayerStack, given: str, shared: int
+) -> None:
+    """The answer that is told begins with `shared` tokens of the own one, from which decode then goes on."""
+    setting, prompts = Setting.parse(given), [sample(ids_of(length, length)) for length in (700, 523)]
+    together = Together(stack, 2, 720)
+    (own,) = together.answers([setting], prompts, 256, 9, decode)
+    told = [(*answer.ids[:shared], *(1 + (id + 1) % 60 for id in answer.ids[shared:])) for answer in own]
+    (again,) = together.answers([setting], prompts, 256, 9, decode, told)
+    for answer, same in zip(own, again, strict=True):
+        assert same.ids == answer.ids and len(answer.ids) == 9
+        assert same.agreement == pytest.approx(shared / 9, abs=0.3)
+    if shared == 9:
+        assert [answer.logp for answer in again] == pytest.approx([answer.logp for answer in own])
+
+
 @pytest.mark.parametrize("given", ["dense", "streaming:min_tokens=0,window=128@3", "dpxa:min_tokens=0@0"])
 def test_batched_answers_equal_answers_one_by_one(stack: LayerStack, given: str) -> None:
     setting = Setting.parse(given)

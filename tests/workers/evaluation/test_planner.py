@@ -167,6 +167,8 @@ def test_evaluates_the_given_or_else_the_default_settings(tmp_path: Path) -> Non
     first = trials([], "session", profile, 31_000)[0]
     wanted = "xattention+delta:sink=1,window=1,stride=8,density=0.2,gamma=64,spread=0.25@32"
     assert first.session and str(first.setting) == wanted
+    alone = trials([], "prompt", profile, 31_000, levels_alone=True)
+    assert str(alone[0]) == wanted and not {*map(str, alone)} & {*SETTINGS}
     short = trials([], "prompt", profile, 6000)[0]
     assert str(short.setting) == wanted.replace("@32", "@11"), "a quarter of the prompt"
     with pytest.raises(ValueError, match="unknown attention method"):
