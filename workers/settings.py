@@ -217,7 +217,7 @@ class DecodeConfig(WorkerConfig):
     max_batch: Count = 64
     target_gap_ms: NonNegative | None = None
     """While prompts are being prefilled for this worker, the fewest milliseconds from the start of one decode
-    step to the next, and at least twice the time of the last step, so that prefill on the same GPU has most
+    step to the next, and up to 50 ms twice the last step's time, so that prefill on the same GPU has most
     of it. 0: no pause. None: 30 with `handoff.transport: mapped`, else 0."""
     max_wait_s: NonNegative = 10.0
     """Maximum number of seconds that a request waits for free pages. A request that is expected to wait
