@@ -142,22 +142,21 @@ def _leave_for_score(
     return bundle_m
 
 
-@triton.jit(do_not_specialize=["bundles", "max_splits", "requests"])
+@triton.jit(do_not_specialize=["bundles", "requests"])
 def _attend(  # noqa: PLR0915
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, selected_ptr, counts_ptr, acc_RHCD_ptr, m_RHC_ptr,
     l_RHC_ptr, splits_R_ptr, p_RBHT_ptr, m_REHW_ptr, scale_log2, stride_qr, stride_qh, stride_kp,
-    stride_ks, stride_kg, stride_vp, stride_vs, stride_vg, stride_tr, stride_sr, bundles, max_splits,
-    requests,
+    stride_ks, stride_kg, stride_vp, stride_vs, stride_vg, stride_tr, stride_sr, bundles, requests,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of the query heads of key head g over a slot's splits of requests. The grid is
     (g, slot). ROWS: the query heads, padded for tl.dot."""
-    g, slot = tl.program_id(0), tl.program_id(1)
+    g, slot, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     heads = tl.num_programs(0) * GROUP
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # a bundle must lie in one split
     share, at, last, r, before, begins = _share_of(
-        lengths_ptr, counts_ptr, slot, tl.num_programs(1), requests, STEP, SPARSE, WINDOW
+        lengths_ptr, counts_ptr, slot, slots, requests, STEP, SPARSE, WINDOW
     )
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D)
@@ -220,7 +219,7 @@ def _attend(  # noqa: PLR0915
                     valid_head,
                 )
 
-        part = (r * heads + head).to(tl.int64) * max_splits + split
+        part = (r * heads + head).to(tl.int64) * slots + split
         stored = valid_head & (begin < end)  # a share may end while it begins a request
         tl.store(m_RHC_ptr + part, m_i, mask=stored)
         tl.store(l_RHC_ptr + part, l_i, mask=stored)

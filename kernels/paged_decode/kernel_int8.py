@@ -51,22 +51,22 @@ def _power_of_2(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["bundles", "max_splits", "requests"])
+@triton.jit(do_not_specialize=["bundles", "requests"])
 def _attend_int8(  # noqa: PLR0915
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lengths_ptr, selected_ptr, counts_ptr,
     acc_RHCD_ptr, m_RHC_ptr, l_RHC_ptr, splits_R_ptr, p_RBHT_ptr, m_REHW_ptr, scale_log2, stride_qr,
     stride_qh, stride_p, stride_s, stride_g, stride_scale_p, stride_scale_s, stride_tr, stride_sr, bundles,
-    max_splits, requests,
+    requests,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Compute `kernel._attend` over int8 pages. k_ptr and v_ptr point to pairs; strides count pairs."""
-    g, slot = tl.program_id(0), tl.program_id(1)
+    g, slot, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     heads = tl.num_programs(0) * GROUP
     PAIRS: tl.constexpr = D // 2
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # a bundle must lie in one split
     share, at, last, r, before, begins = _share_of(
-        lengths_ptr, counts_ptr, slot, tl.num_programs(1), requests, STEP, SPARSE, WINDOW
+        lengths_ptr, counts_ptr, slot, slots, requests, STEP, SPARSE, WINDOW
     )
     row = tl.arange(0, ROWS)
     pair = tl.arange(0, PAIRS)
@@ -140,7 +140,7 @@ def _attend_int8(  # noqa: PLR0915
                     p_RBHT_ptr, m_REHW_ptr, p, m_i, bundle_m, r * bundles, start, end, head, heads, valid_head
                 )
 
-        part = (r * heads + head).to(tl.int64) * max_splits + split
+        part = (r * heads + head).to(tl.int64) * slots + split
         stored = valid_head & (begin < end)
         tl.store(m_RHC_ptr + part, m_i, mask=stored)
         tl.store(l_RHC_ptr + part, l_i, mask=stored)

@@ -122,7 +122,7 @@ def _attend(
     if dim not in DECODE_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")
     _, m_REHW = scratch
-    # Requests of equal length get the same number of splits if each gets one.
+    # A multiple of the requests, so that equal ones are cut alike.
     slots = plan.splits - plan.splits % requests if plan.splits > requests else plan.splits
     splits = (requests, heads, slots)
     acc_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)
@@ -145,7 +145,7 @@ def _attend(
         x.scale * LOG2E,
         *x.q_RHD.stride()[:2],
     )
-    sizes = x.table_RP.stride(0), chosen_stride, m_REHW.shape[1], slots, requests
+    sizes = x.table_RP.stride(0), chosen_stride, m_REHW.shape[1], requests
     constants = {
         "GROUP": x.group,
         "ROWS": max(16, triton.next_power_of_2(x.group)),

@@ -13,7 +13,7 @@ ATTEND = {
     **dict.fromkeys(("stride_qr", "stride_qh"), "i32"),
     **dict.fromkeys(("stride_kp", "stride_ks", "stride_kg"), "i32"),
     **dict.fromkeys(("stride_vp", "stride_vs", "stride_vg"), "i32"),
-    **dict.fromkeys(("stride_tr", "stride_sr", "bundles", "max_splits", "requests"), "i32"),
+    **dict.fromkeys(("stride_tr", "stride_sr", "bundles", "requests"), "i32"),
     "splits_R_ptr": "*i32",
 }
 
@@ -57,7 +57,7 @@ ATTEND_INT8 = {
     "scale_log2": "fp32",
     **dict.fromkeys(("stride_qr", "stride_qh", "stride_p", "stride_s", "stride_g"), "i32"),
     **dict.fromkeys(("stride_scale_p", "stride_scale_s", "stride_tr", "stride_sr"), "i32"),
-    **dict.fromkeys(("bundles", "max_splits", "requests"), "i32"),
+    **dict.fromkeys(("bundles", "requests"), "i32"),
 }
 
 INT8_SIZES = {**SIZES, "BLOCK": 128}
