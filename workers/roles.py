@@ -61,8 +61,8 @@ class Stage(Protocol):
     def pages_used(self) -> Answer[int]: ...
 
     def abandon(self, serial: int) -> None:
-        """Make a request's chunks fail with RequestFailed before their next layer. The caller must still
-        close the request."""
+        """Make a request's chunks fail with RequestFailed before their next layer. Other chunks of their
+        batches go on. The caller must still close the request."""
 
 
 class Leased(Protocol):

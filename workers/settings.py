@@ -216,9 +216,9 @@ class DecodeConfig(WorkerConfig):
     """Maximum size of a worker's files in GiB. It evicts the least recently used."""
     max_batch: Count = 64
     target_gap_ms: NonNegative | None = None
-    """While prompts are being prefilled for this worker, the fewest milliseconds from the start of one decode
-    step to the next, and up to 50 ms twice the last step's time, so that prefill on the same GPU has most
-    of it. 0: no pause. None: 30 with `handoff.transport: mapped`, else 0."""
+    """While prompts are being prefilled for this worker, decode steps start at least this many milliseconds
+    apart, and twice the last step's time apart if that is less than 50, so that prefill on the same GPU has
+    most of it. 0: no pause. None: 30 with `handoff.transport: mapped`, else 0."""
     max_wait_s: NonNegative = 10.0
     """Maximum number of seconds that a request waits for free pages. A request that is expected to wait
     longer is refused at once."""

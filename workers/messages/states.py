@@ -35,8 +35,8 @@ class PrefillCost:
     def queued_seconds(self, start: int, end: int, batch_tokens: int) -> float:
         """Predict `seconds` of a prompt that waits. If it is short, other prompts share its batch of
         `batch_tokens`, and with it the seconds per chunk."""
-        alone = max(0.0, 1 - (end - start) / batch_tokens) if batch_tokens else 0.0
-        return self.seconds(start, end) - self.chunk_s * alone
+        others = max(0.0, 1 - (end - start) / batch_tokens) if batch_tokens else 0.0
+        return self.seconds(start, end) - self.chunk_s * others
 
 
 @dataclass(frozen=True, kw_only=True)

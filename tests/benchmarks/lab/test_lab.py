@@ -61,7 +61,7 @@ def test_answer_does_not_depend_on_the_answer_that_is_told(
     (again,) = together.answers([setting], prompts, 256, 9, decode, told)
     for answer, same in zip(own, again, strict=True):
         assert same.ids == answer.ids and len(answer.ids) == 9
-        assert same.agreement == pytest.approx(shared / 9, abs=0.3)
+        assert same.agreement >= shared / 9
     if shared == 9:
         assert [answer.logp for answer in again] == pytest.approx([answer.logp for answer in own])
 

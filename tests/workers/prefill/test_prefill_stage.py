@@ -246,6 +246,34 @@ async def test_request_that_fails_leaves_its_batch_alone(
     assert_rows_close(torch.from_numpy(sink.logits["good"])[None], logits_V[None])
 
 
+async def test_abandoned_request_leaves_its_batch_alone(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, attend = batches_of(monkeypatch), ChunkAttention.attend
+    attended: list[tuple[str, int]] = []
+
+    def attending(self: ChunkAttention, layer: int, *rest: Any) -> Any:
+        attended.append((self.prompt.request.request_id, layer))
+        if attended[-1] == ("left", 0):
+            self._abandoned = lambda: True
+        return attend(self, layer, *rest)
+
+    monkeypatch.setattr(ChunkAttention, "attend", attending)
+    sink, good = Collector(), random_ids(140, 5)
+    async with pipeline(model, sink, stages=1, chunk_tokens=512, batch_tokens=1000) as controller:
+        _, outcome, _ = await asyncio.gather(
+            prefill(controller, "first", random_ids(1024)),
+            prefill(controller, "left", random_ids(100)),
+            prefill(controller, "good", good),
+            return_exceptions=True,
+        )
+    assert ["left", "good"] in batches
+    assert isinstance(outcome, PrefillFailed) and "abandoned" in str(outcome)
+    assert [layer for name, layer in attended if name == "left"] == [0]
+    logits_V, _ = whole_prompt(Path(model.path), good, DENSE)
+    assert_rows_close(torch.from_numpy(sink.logits["good"])[None], logits_V[None])
+
+
 def break_streaming(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(spec: MethodSpec, *more: Any) -> Any:
         if spec.name == "streaming":

@@ -188,13 +188,15 @@ class PrefillController:
             except Exception as error:
                 self._fail(error)
 
-    def _send_batch(self, request: Request | None) -> None:
+    def _send_batch(self, request: Request) -> None:
         """Send the request's next chunk. If it is short, add chunks of the requests that follow."""
         now, chunks, left = self._clock(), list[_Chunk](), self._batch_tokens
-        while request is not None:
-            chunks.append(self._next_chunk(request, now))
+        following: Request | None = request
+        while following is not None:
+            chunks.append(self._next_chunk(following, now))
             left -= chunks[-1].command.tokens
-            request = self._requests.next_beside([chunk.request for chunk in chunks], left, now, self._sizes)
+            batch = [chunk.request for chunk in chunks]
+            following = self._requests.next_beside(batch, left, now, self._sizes)
         commands = [chunk.command for chunk in chunks]
         openings = [chunk.opening for chunk in chunks if chunk.opening is not None]
         try:

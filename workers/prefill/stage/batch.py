@@ -78,6 +78,7 @@ class BatchAttention:
     def _attended(self, chunk: ChunkAttention, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
         if chunk not in self._dead:
             try:
+                chunk.check_wanted()
                 return chunk.attend(layer, q_THD)
             except self._errors as error:
                 self._dead.add(chunk)

@@ -56,7 +56,7 @@ class ChunkWork:
     logits_V: torch.Tensor | None = None
     """Logits (float32) after the prompt's last token; None if they are not needed."""
     failure: RequestFailed | None = None
-    stream: Any = None
+    stream: KVStream | None = None
     sent: Callable[[], None] | None = None
     launched: float = 0.0
     through: float = 0.0
@@ -206,19 +206,20 @@ class ChunkAttention:
 
     def kv_rows(self, layer: int) -> KVRows:
         """Return the rows to write the chunk's KV to. Raises RequestFailed if the request ended."""
-        self._check_wanted()
+        self.check_wanted()
         if self._buffers is not None and self._buffers.has(layer):
             return self._buffers.kv_rows(layer)
         return self._cache.kv_rows(layer, self.rows_T)
 
-    def _check_wanted(self) -> None:
+    def check_wanted(self) -> None:
+        """Raise RequestFailed if the request ended."""
         if self._abandoned():
             raise RequestFailed(f"request {self.prompt.request.request_id} was abandoned")
 
     def row_states(self, layer: int) -> RowStates:
         """Return where the layer's state is: slot 0, and a slot for each of the chunk's state places. Raises
         RequestFailed if the request ended."""
-        self._check_wanted()
+        self.check_wanted()
         assert isinstance(self.prompt.live, LinearStates), "only linear-attention layers ask"
         cuts = [(place - self._start, slot) for slot, place in enumerate(self._places, start=1)]
         whole = (self._end - self._start, 0)

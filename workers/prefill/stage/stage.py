@@ -325,27 +325,26 @@ class PrefillStage:
 
         The check needs only the last layer's output, because an overflow in any layer stays in the residual.
         """
-        live = [
-            (each.work, part_TC) for each, part_TC in zip(chunks, parts, strict=True) if not each.work.failure
-        ]
+        live = [(each, part_TC) for each, part_TC in zip(chunks, parts, strict=True) if not each.work.failure]
         with timer.phase("projection"):
-            for work, part_TC in live:
-                stays_finite = finite(part_TC)
+            for chunk, part_TC in live:
+                work, stays_finite = chunk.work, finite(part_TC)
                 work.finite = stays_finite if work.finite is None else stays_finite & work.finite
-            asked = [(work, part_TC[-1:]) for work, part_TC in live if self._wants_logits(work.command)]
+            asked = [
+                (chunk.work, part_TC[-1:])
+                for chunk, part_TC in live
+                if self._last and chunk.work.command.last and chunk.work.command.wants_logits
+            ]
             if asked:
                 logits_RV = self.stack.logits(torch.cat([last_1C for _, last_1C in asked]))
                 for (work, _), logits_V in zip(asked, logits_RV, strict=True):
                     work.logits_V = logits_V
         with timer.phase("handoff"):
-            for work, _ in live:
+            for chunk, _ in live:
                 try:
-                    work.sent = work.stream.end_chunk()
+                    chunk.work.sent = chunk.prompt.stream.end_chunk()
                 except _REQUEST_ERRORS as error:
-                    self._fail(work, error)
-
-    def _wants_logits(self, command: ChunkCommand) -> bool:
-        return self._last and command.last and command.wants_logits
+                    self._fail(chunk.work, error)
 
     def _reports(self, works: Sequence[ChunkWork]) -> list[ChunkReport | RequestFailed]:
         for work in works:
@@ -357,7 +356,8 @@ class PrefillStage:
     def _report(self, work: ChunkWork, times: BatchTimes) -> ChunkReport | RequestFailed:
         if work.failure is not None:
             return work.failure
-        stream = work.stream
+        stream, sent = work.stream, work.sent
+        assert stream is not None and sent is not None, "a chunk that has not failed has ended its KV"
         try:
             if not bool(work.finite):
                 raise RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
@@ -366,8 +366,7 @@ class PrefillStage:
                 stream.put_state(tokens, layers, state)
             if work.logits_V is not None:
                 stream.put_logits(work.logits_V)
-            assert work.sent is not None, "a chunk that has not failed has sent its KV"
-            work.sent()
+            sent()
         except _REQUEST_ERRORS as error:
             return self._failure(work, error)
         report = work.report(self._stage, times)
