@@ -58,7 +58,8 @@ def secure(
         assert found is not None
 
         async def start() -> TlsPort:
-            port = TlsPort(house.door, found, house.gate, "localhost:0", 1 << 24, 1 << 10)
+            address = "127.0.0.1:0"  # gRPC binds both addresses of localhost to one port, which may be shared
+            port = TlsPort(house.door, found, house.gate, address, 1 << 24, 1 << 10)
             await port.start()
             return port
 
