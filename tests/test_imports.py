@@ -325,7 +325,7 @@ TORCH_FREE = [
     "workers.model.calibrated.profile",
     "workers.calibration.probes",
     "workers.kv.pages.waiting",
-    "workers.kv.pages.request_pages",
+    "workers.kv.pages.page_manager",
     "workers.prefill.group.schedule",
     "workers.prefill.group.controller",
     "workers.prefill.group.group",

@@ -13,9 +13,10 @@ from deltafront.workers.decode.request import DecodeRequest
 from deltafront.workers.kv.arrival import KVArrival, StateArrival
 from deltafront.workers.kv.handoff.inbox import KVInbox
 from deltafront.workers.kv.pages.leases import Lease, Leases
+from deltafront.workers.kv.pages.page_manager import PageManager
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, PagePool
 from deltafront.workers.kv.pages.prefix_cache import PrefixCache
-from deltafront.workers.kv.pages.request_pages import PageManager, RequestPages
+from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.kv.pages.state_slots import StateSlots
 from deltafront.workers.kv.pages.waiting import (
     OVERDUE_CHECKS,

@@ -14,7 +14,7 @@ import torch
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.kernels.methods import method_spec
-from deltafront.workers.kv.pages import request_pages
+from deltafront.workers.kv.pages import page_manager
 from deltafront.workers.messages.events import FinishReason, Prefix
 from deltafront.workers.messages.requests import (
     GenerateJob,
@@ -234,7 +234,7 @@ async def test_prompt_too_short_for_recomputation_is_answered(sparse: Sparse, le
 
 async def test_missing_pages_fail_only_their_request(sparse: Sparse, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(request_pages, "recompute_pages", lambda *_, **__: 3)
+        patch.setattr(page_manager, "recompute_pages", lambda *_, **__: 3)
         answer = await sparse.ask("missing", DOCUMENT, 8)
     assert answer.finish.reason is FinishReason.FAILED
     assert "places of the table, but 3 own pages" in answer.finish.message

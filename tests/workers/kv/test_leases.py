@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from deltafront.workers.kv.arrival import ArrivalError, KVArrival
 from deltafront.workers.kv.pages.leases import Leases
+from deltafront.workers.kv.pages.page_manager import PageManager
 from deltafront.workers.kv.pages.pool import OutOfPages, PagePool
-from deltafront.workers.kv.pages.request_pages import PageManager, RequestPages
+from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
 
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from deltafront.kernels.methods import method_spec
 from deltafront.workers.kv.pages import eviction
 from deltafront.workers.kv.pages.leases import Leases
+from deltafront.workers.kv.pages.page_manager import PageManager
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages, PagePool
 from deltafront.workers.kv.pages.prefix_cache import PrefixCache
-from deltafront.workers.kv.pages.request_pages import PageManager, RequestPages
+from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.messages.prompts import LINK_BYTES
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
 
