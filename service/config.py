@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from deltafront.kernels import methods
 from deltafront.kernels.constants import DECODE_HEAD_DIMS, PAGE_TOKENS, PREFILL_HEAD_DIMS
 from deltafront.service.settings import DoorConfig
-from deltafront.workers.kv.pages.host_tier import BATCH_PAGES
+from deltafront.workers.kv.pages.host_states import state_share
+from deltafront.workers.kv.pages.host_tier import least_gib
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.model.directory.model_config import ModelConfig
@@ -220,7 +221,9 @@ class ServiceConfig(BaseModel):
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
         gib, number = self.decode.host_cache_gib, 4 if self.model.dtype == "float32" else 2
         token = model.kv_bytes(model.kv_layers, number, self.decode.kv_dtype is not None)
-        if 0 < gib < (least := BATCH_PAGES * PAGE_TOKENS * token / 2**30):
+        states = self.decode.state_slots * model.state_bytes(range(model.layers), number)
+        share = state_share(self.decode.cache_tokens * token, states)
+        if 0 < gib < (least := least_gib(PAGE_TOKENS * token, share)):
             problems.append(f"decode.host_cache_gib = {gib:g}: must be 0, or at least {least + 5e-4:.3f}")
         # A decode worker prefills appended text with prefill's kernels.
         heads = PREFILL_HEAD_DIMS
@@ -260,8 +263,8 @@ class ServiceConfig(BaseModel):
         if decode.recompute_blocks:
             why = f"a model with {states} recomputes no blocks, since its states have none"
             yield f"decode.recompute_blocks = {decode.recompute_blocks}: must be 0: {why}"
-        if decode.host_cache_gib:
-            yield f"decode.host_cache_gib: must be 0, because states of {states} stay on the GPU"
+        if decode.store:
+            yield f"decode.store: must be empty, because states of {states} are not saved"
         if self.door.shadow:
             yield f"door.shadow: must be 0 with {states}"
         if decode.state_slots < LEAST_SLOTS:

@@ -70,8 +70,8 @@ ROOMS = {
     "service.errors": "",
     "service.settings": "kernels.constants workers.settings workers.tracing",
     "service.config": """kernels.constants kernels.methods workers.settings service.settings
-        workers.kv.pages.host_tier workers.model.family_registry workers.model.directory
-        workers.model.calibrated""",
+        workers.kv.pages.host_states workers.kv.pages.host_tier workers.model.family_registry
+        workers.model.directory workers.model.calibrated""",
     "service.fleet.worker_gauges": "workers.messages",
     "service.metrics": "workers.messages service.errors service.fleet.worker_gauges",
     "service.fleet": "workers.messages workers.roles workers.remote workers.waits service.errors",
@@ -100,7 +100,8 @@ ROOMS = {
     "service.cli": """kernels.constants kernels.methods workers.messages workers.settings
         workers.model.directory workers.model.weight_bytes workers.model.calibrated workers.model.decoder
         workers.calibration workers.evaluation
-        workers.kv.pages.pool service.errors service.settings service.config service.listening service.wiring
+        workers.kv.pages.host_states workers.kv.pages.pool service.errors service.settings service.config
+        service.listening service.wiring
         service.request.answers service.request.text.tokenizer service.client service.local""",
 }
 

@@ -207,8 +207,8 @@ class DecodeConfig(WorkerConfig):
     kv_dtype: KVDtype | None = None
     """The format of the KV cache in decode workers and prefill stages. `int8`: 8 bits. None: model.dtype."""
     host_cache_gib: NonNegative = 0.0
-    """GiB of host memory to which a worker offloads cached blocks of its prefix cache; 0: none. On a GPU
-    worker this memory is pinned."""
+    """GiB of host memory to which a worker offloads its prefix cache; 0: none. On a GPU worker this memory is
+    pinned."""
     store: Directory | None = None
     """A directory where a worker saves cached blocks from its host memory, in files of 256 tokens. The files
     outlive the worker, and several workers of one model may share them. None: nothing is saved."""

@@ -133,8 +133,7 @@ def _on_gpus(
             f"{len(gpus)} × {gpus[0].name} cannot be used with such --stages and --tensor-parallel"
         )
     demand, plan = _plan(demand, asked=wishes.max_model_len is not None)
-    if not demand.model.state_layers:  # states stay on the GPU
-        demand = replace(demand, host_cache_gib=host_gib(machine.free_gib, kept_gib(demand, plan)))
+    demand = replace(demand, host_cache_gib=host_gib(machine.free_gib, kept_gib(demand, plan)))
     content = configuration(demand, plan, path)
     content["model"]["max_position_embeddings"] = plan.tokens
     return Choice(content, (_described(gpus, demand, plan, machine.free_gib), _lengths(model, plan)))

@@ -23,6 +23,7 @@ from deltafront.service.cli.size import (
 )
 from deltafront.service.config import RECOMPUTED
 from deltafront.service.settings import DoorConfig
+from deltafront.workers.kv.pages.host_states import state_share
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.messages.requests import recompute_pages
 from deltafront.workers.model.directory.model_config import ModelConfig
@@ -134,7 +135,7 @@ def _all_have_pages(model: ModelConfig, stages: int) -> bool:
 def rolling(demand: Demand) -> Demand:
     """Return the demand with rolling buffers, if the model can have them and several ranks are not better."""
     model = with_rolling_buffers(demand.model)
-    if model is demand.model or demand.host_cache_gib or demand.ranks not in (None, 1):
+    if model is demand.model or demand.ranks not in (None, 1):
         return demand
     without, wanted = best(demand), replace(demand, model=model)
     if without is not None:
@@ -207,9 +208,14 @@ def gpus_needed(demand: Demand) -> int | None:
 
 
 def kept_gib(demand: Demand, found: HostPlan) -> float:
-    """Return the size in GiB of the decode worker's KV cache, summed over its ranks."""
-    token_bytes = kv_bytes(demand.model, demand.model.kv_layers, demand.dtype, demand.kv_dtype)
-    return token_bytes * found.decode_tokens / GIB
+    """Return the size in GiB of the decode worker's KV cache and states, summed over its ranks."""
+    return (_page_bytes(demand, found) + found.state_slots * _state_bytes(demand)) / GIB
+
+
+def _page_bytes(demand: Demand, found: HostPlan) -> int:
+    """Return the bytes of the decode worker's KV cache."""
+    token = kv_bytes(demand.model, demand.model.kv_layers, demand.dtype, demand.kv_dtype)
+    return token * found.decode_tokens
 
 
 def cache_tokens(tokens: int) -> int:
@@ -322,7 +328,8 @@ def explained(demand: Demand, found: HostPlan, host_reason: str = "") -> list[st
     if demand.model.rolling_buffer:
         lines.append("model.rolling_buffer true: layers with windows keep the KV of their window alone")
     if demand.host_cache_gib:
-        tokens = host_tokens(demand.model, demand.host_cache_gib, demand.dtype, demand.kv_dtype)
+        share = state_share(_page_bytes(demand, found), found.state_slots * _state_bytes(demand))
+        tokens = host_tokens(_page_bytes(demand, found) // found.decode_tokens, demand.host_cache_gib, share)
         lines.append(
             f"decode.host_cache_gib {demand.host_cache_gib:g}: pinned host memory for {tokens:,} cached "
             "tokens, including those on the GPUs" + (f"; {host_reason}" if host_reason else "")

@@ -10,6 +10,7 @@ from typing import Any
 
 from deltafront.service.config import LEAST_SLOTS
 from deltafront.service.settings import DoorConfig
+from deltafront.workers.kv.pages.host_states import state_share
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.rope_config import RopeConfig
@@ -236,9 +237,10 @@ def sizing(
     check(tokens, concurrency, gpu_gib, reserve_gib, host_cache_gib)
     if quantisation is not None and DTYPE_BYTES[dtype] != 2:
         raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
-    if ranks in (None, 1) and not host_cache_gib and not model.rolling_buffer:
+    if ranks in (None, 1) and not model.rolling_buffer:
         how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "kv_dtype": kv_dtype}
         how |= {"stages": stages, "ranks": ranks, "reserve_gib": reserve_gib}
+        how |= {"host_cache_gib": host_cache_gib}
         rolling = with_rolling_buffers(model)
         if rolling.rolling_buffer:
             found = sizing(name, rolling, tokens, concurrency, gpu_gib, **how)
@@ -248,7 +250,9 @@ def sizing(
     kv_token_bytes = kv_bytes(model, model.kv_layers, dtype, kv_dtype)
     weights = weight_bytes(model, range(model.layers), dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
-    kv += REQUEST_STATES * model.state_bytes(range(model.layers), DTYPE_BYTES[dtype])
+    states = REQUEST_STATES * model.state_bytes(range(model.layers), DTYPE_BYTES[dtype])
+    share = state_share(kv, states)
+    kv += states
     counts = rank_counts(model) if ranks is None else [ranks]
     empty = {n: rank_bytes(model, n, 0, dtype, quantisation) for n in counts}
     held = {n: min(max(room - empty[n], 0) // (kv // n), concurrency) for n in counts}
@@ -276,14 +280,19 @@ def sizing(
         contexts_per_worker=contexts,
         decode_bytes=empty[ranks] + max(contexts, 1) * (kv // ranks),
         host_cache_gib=host_cache_gib,
-        host_tokens=host_tokens(model, host_cache_gib, dtype, kv_dtype),
+        host_tokens=host_tokens(kv_token_bytes, host_cache_gib, share),
         rolling_buffer=model.rolling_buffer,
     )
 
 
-def host_tokens(model: ModelConfig, gib: float, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
-    """Return the tokens whose KV fits into `gib` GiB of host memory, in full pages of all ranks."""
-    return int(gib * GIB) // (PAGE_TOKENS * kv_bytes(model, model.kv_layers, dtype, kv_dtype)) * PAGE_TOKENS
+def host_tokens(kv_token_bytes: int, gib: float, share: float) -> int:
+    """Return the tokens whose KV fits into `gib` GiB of host memory, in full pages of all ranks.
+
+    Args:
+        kv_token_bytes: Bytes of a token's KV.
+        share: The share of this memory that states get.
+    """
+    return int(gib * (1 - share) * GIB) // (PAGE_TOKENS * kv_token_bytes) * PAGE_TOKENS
 
 
 def host_gib(free_gib: float, kept_gib: float) -> float:

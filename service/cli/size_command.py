@@ -166,7 +166,7 @@ def _plan(
         if found is None:
             fail("\n".join(_what_fits(demand)))
         reason = ""
-        if host_free_gib is not None and not demand.model.state_layers:  # states stay on the GPU
+        if host_free_gib is not None:
             kept = kept_gib(demand, found)
             reason = host_reason(host_free_gib, kept)
             demand = replace(demand, host_cache_gib=host_gib(host_free_gib, kept))

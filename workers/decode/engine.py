@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, suppress
 
 import numpy as np
 
-from deltafront.kernels.constants import BLOCK
 from deltafront.workers.decode.decode_attention import PageSelectionError, plan_layers
 from deltafront.workers.decode.ranks import (
     LeadRunner,
@@ -31,7 +30,7 @@ from deltafront.workers.decode.tiers import Tiers
 from deltafront.workers.kv.handoff.mapped import MappedReader
 from deltafront.workers.kv.host_memory import RanksMemory, make_host_memory, page_bytes, pages_of
 from deltafront.workers.kv.pages.leases import Lease
-from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages
+from deltafront.workers.kv.pages.pool import OutOfPages
 from deltafront.workers.kv.pages.state_slots import OutOfSlots
 from deltafront.workers.kv.peer_memory import ExportedObjects, export_objects
 from deltafront.workers.messages.events import (
@@ -371,14 +370,7 @@ class DecodeEngine:
     async def find_prefix(self, key: PromptKey) -> Prefix | None:
         if self._tiers is not None:
             return self._tiers.find(key)
-        pages, _slots, exact = self._manager.find(key)
-        if not pages:
-            return None
-        tokens = len(pages) * PAGE_TOKENS
-        if self._manager.states is None:
-            return Prefix(tokens=tokens, exact=exact)
-        group_tokens = self._manager.last_state(pages, BLOCK // PAGE_TOKENS) * PAGE_TOKENS
-        return Prefix(tokens=tokens, exact=exact, has_state=True, group_tokens=group_tokens)
+        return self._manager.prefix(key)
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         return self._manager.leases.release(session_id, owner, self._wall())

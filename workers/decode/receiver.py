@@ -114,6 +114,7 @@ class HandoffReceiver:
         if request is None or cache is None or slot is None:
             raise DecodeFailed(f"request {request_id} has no state here to continue from")
         with request.pages.use():
+            await request.pages.come(self._model.layers - 1)  # a state comes before the first layer's KV
             copied = await asyncio.get_running_loop().run_in_executor(self._thread, self._copied, slot)
         return HandedState(request_id=request_id, tokens=tokens, layers=cache.layers, arrays=packed(copied))
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from deltafront.workers.decode.request_table import DecodeRequests
 from deltafront.workers.kv.host_memory import RanksMemory
+from deltafront.workers.kv.pages.host_states import HostStates
 from deltafront.workers.kv.pages.host_tier import HostTier
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, PagePool
 from deltafront.workers.kv.pages.store_tier import GROUP_PAGES, StoreTier
@@ -66,7 +67,11 @@ class Tiers:
         in_place: bool = False,
     ) -> None:
         self._requests, self._memory, self._in_place = requests, memory, in_place
-        self.host = HostTier(requests.prefix_cache, requests.layers, memory.slots, memory.move, clock)
+        slots, self._states = requests.manager.states, None
+        if slots is not None:
+            self._states = HostStates(slots, memory.state_slots, memory.move_state)
+        sizes = requests.layers, memory.slots
+        self.host = HostTier(requests.prefix_cache, *sizes, memory.move, clock, self._states)
         self.store: StoreTier | None = None
         if memory.files is not None:
             groups = max(1, room // GROUP_PAGES)
@@ -78,8 +83,10 @@ class Tiers:
         """Ids of requests whose prefix is being loaded from disk. `cancel` removes an id."""
 
     def runs(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the background loops that copy pages to and from host memory and save them to disk."""
-        return [self.host.run(), self.host.run_back(), *([] if self.store is None else [self.store.run()])]
+        """Return the background loops that copy pages and states to and from host memory, and save pages to
+        disk."""
+        others = (self._states, self.store)
+        return [self.host.run(), self.host.run_back(), *(one.run() for one in others if one is not None)]
 
     async def close(self) -> None:
         await self.under_way.cancel()
@@ -92,13 +99,14 @@ class Tiers:
     def find(self, key: PromptKey) -> Prefix | None:
         """Find a prompt's longest cached prefix. It may begin on the GPU and continue in host memory and on
         disk."""
+        if self.store is None:
+            return self._requests.manager.prefix(key)
         pages, slots, exact = self._requests.manager.find(key)
         near, on_disk, seconds = len(pages) + len(slots), 0, 0.0
-        if self.store is not None:
-            groups, also_exact = self.store.find(key, near)
-            if groups:
-                on_disk = len(groups) * GROUP_PAGES - near % GROUP_PAGES
-                seconds, exact = self.store.seconds(on_disk), exact and also_exact
+        groups, also_exact = self.store.find(key, near)
+        if groups:
+            on_disk = len(groups) * GROUP_PAGES - near % GROUP_PAGES
+            seconds, exact = self.store.seconds(on_disk), exact and also_exact
         if not near + on_disk:
             return None
         tokens = (near + on_disk) * PAGE_TOKENS

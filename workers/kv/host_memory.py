@@ -1,4 +1,4 @@
-"""Host memory for KV offloading: slots of one page each, and copies between slots and pages."""
+"""Host memory for KV offloading: slots of one page or one state each, and copies between them and the GPU."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +12,9 @@ import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.kv_files import KVFiles
-from deltafront.workers.kv.pages.host_tier import BATCH_PAGES, Runs
+from deltafront.workers.kv.pages.host_states import state_share
+from deltafront.workers.kv.pages.host_tier import BATCH_PAGES, Runs, least_gib
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS
 from deltafront.workers.kv.pages.store_tier import AT_ONCE, StoreError
 from deltafront.workers.roles import Rank
 from deltafront.workers.settings import DecodeConfig
@@ -20,14 +22,19 @@ from deltafront.workers.settings import DecodeConfig
 
 class HostMemory:
     """One tensor-parallel rank's slots in host memory: [layers, slots, page_tokens, …] per tensor of its
-    cache.
+    cache; and slots for states, if the model has some.
 
     The memory is pinned, so that a GPU's copy engines can access it. Pinning some tens of GiB takes seconds.
     `files` saves slots to disk; None: nothing is saved.
     """
 
-    def __init__(self, cache: PagedKVCache, slots: int, files: KVFiles | None = None) -> None:
-        self._cache, self.slots, self.files = cache, slots, files
+    def __init__(
+        self, cache: PagedKVCache, slots: int, files: KVFiles | None = None, state_slots: int = 0
+    ) -> None:
+        self._cache, self.slots, self.files, self.state_slots = cache, slots, files, state_slots
+        self._rows = {layer: row for row, layer in enumerate(cache.layers)}
+        own = () if cache.states is None else cache.states.slot(0)
+        self._states = [_pinned((state_slots, *state_L.shape), state_L) for state_L in own]
         self._threads = ThreadPoolExecutor(AT_ONCE, "decode-store")
         self.sides = [_pinned((len(side), slots, *side.shape[2:]), side) for side in cache.sides]
 
@@ -35,16 +42,28 @@ class HostMemory:
     def copy(self, runs: Runs, layers: range, back: bool) -> None:
         """Copy `layers` of pages to slots, or of slots to pages if `back`, and wait until that is complete.
 
-        Each run takes one copy per layer and tensor, on the stream of received KV.
+        Each run takes one copy per layer and tensor, on the stream of received KV. Layers without pages are
+        skipped.
         """
         with self._cache.moving():
-            for layer in layers:
+            for row in (self._rows[layer] for layer in layers if layer in self._rows):
                 for side, host in zip(self._cache.sides, self.sides, strict=True):
                     for page, slot, count in runs:
-                        on_device = side[layer, page : page + count]
-                        on_host = host[layer, slot : slot + count]
+                        on_device = side[row, page : page + count]
+                        on_host = host[row, slot : slot + count]
                         target, source = (on_device, on_host) if back else (on_host, on_device)
                         target.copy_(source, non_blocking=True)
+
+    @torch.inference_mode()
+    def copy_state(self, slot: int, kept: int, back: bool) -> None:
+        """Copy the state in `slot` of the GPU to slot `kept` here (from 1 on), or from there if `back`, and
+        wait until that is complete."""
+        assert self._cache.states is not None
+        with self._cache.moving():
+            for on_device, host in zip(self._cache.states.slot(slot), self._states, strict=True):
+                on_host = host[kept - 1]
+                target, source = (on_device, on_host) if back else (on_host, on_device)
+                target.copy_(source, non_blocking=True)
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
         """Save slots to the file of a page group, load them from it, or remove the file.
@@ -87,7 +106,7 @@ class RanksMemory:
     def __init__(
         self, own: HostMemory, thread: Executor, ranks: Sequence[Rank], lose: Callable[[BaseException], None]
     ) -> None:
-        self.slots, self.files = own.slots, own.files
+        self.slots, self.files, self.state_slots = own.slots, own.files, own.state_slots
         self.page_bytes = page_bytes(own.sides) * (1 + len(ranks))
         self._own, self._thread, self._ranks, self._lose = own, thread, ranks, lose
 
@@ -95,6 +114,11 @@ class RanksMemory:
         """Run `HostMemory.copy` on every rank, and wait for all ranks. Raises a failed rank's error."""
         own = asyncio.get_running_loop().run_in_executor(self._thread, self._own.copy, runs, layers, back)
         await self._all(own, [rank.move(runs, layers, back) for rank in self._ranks])
+
+    async def move_state(self, slot: int, kept: int, back: bool) -> None:
+        """Run `HostMemory.copy_state`. Models with states have one rank."""
+        own = asyncio.get_running_loop().run_in_executor(self._thread, self._own.copy_state, slot, kept, back)
+        await self._all(own, [])
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
         """Run `HostMemory.stored` on every rank. Raises StoreError."""
@@ -123,14 +147,18 @@ def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> 
     """
     if not config.host_cache_gib:
         return None
-    slots = pages_of(config.host_cache_gib, cache)
+    state = state_bytes(cache)
+    page = page_bytes(cache.sides) * (cache.model_heads // cache.kv_heads)
+    share = state_share(config.cache_tokens // PAGE_TOKENS * page, config.state_slots * state)
+    room = int(config.host_cache_gib * 2**30)
+    slots = int(room * (1 - share)) // page
     if slots < BATCH_PAGES:
-        least = BATCH_PAGES / pages_of(1024.0, cache) * 1024
+        least = least_gib(page, share)
         raise ValueError(
             f"decode.host_cache_gib: {config.host_cache_gib:g} is too little, {least:.3f} is the least"
         )
     files = KVFiles(Path(config.store), kv_form(cache, digest)) if config.store else None
-    return HostMemory(cache, slots, files)
+    return HostMemory(cache, slots, files, max(1, int(room * share) // state) if state else 0)
 
 
 def kv_form(cache: PagedKVCache, digest: str) -> str:
@@ -151,6 +179,12 @@ def pages_of(gib: float, cache: PagedKVCache) -> int:
 def page_bytes(cache_sides: Sequence[torch.Tensor]) -> int:
     """Return the bytes of one page over all layers and all tensors of the cache."""
     return sum(len(side) * prod(side.shape[2:]) * side.element_size() for side in cache_sides)
+
+
+def state_bytes(cache: PagedKVCache) -> int:
+    """Return the bytes of one state; 0 if the model has none."""
+    own = () if cache.states is None else cache.states.slot(0)
+    return sum(state_L.numel() * state_L.element_size() for state_L in own)
 
 
 def _pinned(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

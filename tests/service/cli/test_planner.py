@@ -219,11 +219,24 @@ def test_plan_for_windows_keeps_only_their_window() -> None:
 
 def test_windows_keep_all_tokens_where_rolling_buffers_do_not_go() -> None:
     demand = Demand(model=GEMMA_27B, gpus=1, gpu_gib=139, tokens=65_536)
-    for other in ({"host_cache_gib": 30.0}, {"ranks": 2}, {"gpus": 8}, {"model": SHAPES["8b"]}):
+    for other in ({"ranks": 2}, {"gpus": 8}, {"model": SHAPES["8b"]}):
         wanted = replace(demand, **other)
         assert planner.rolling(wanted) == wanted, other
     sized = size.sizing("gemma", GEMMA_27B, 131_072, 1, 139.0, ranks=2)
     assert not sized.rolling_buffer and sized.kv_token_bytes == 62 * 2 * 16 * 128 * 2
+
+
+def test_host_memory_has_states_in_the_same_proportion_as_the_gpu() -> None:
+    demand = planner.rolling(Demand(model=GEMMA_27B, gpus=1, gpu_gib=139, tokens=131_072, concurrency=4))
+    found = best(demand)
+    assert found is not None
+    pages, state = found.decode_tokens * 10 * 2 * 16 * 128 * 2, 52 * 1040 * 2 * 16 * 128 * 2
+    kept = planner.kept_gib(demand, found)
+    assert kept * size.GIB == pages + found.state_slots * state
+    twice = planner.explained(replace(demand, host_cache_gib=2 * kept), found)
+    (line,) = (line for line in twice if "host_cache_gib" in line)
+    tokens = int(line.split("host memory for ")[1].split(" cached")[0].replace(",", ""))
+    assert abs(tokens - 2 * found.decode_tokens) <= 16, "as many times the pages as the states"
 
 
 def test_longest_context_of_windows_has_rolling_buffers() -> None:

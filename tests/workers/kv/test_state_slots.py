@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltafront.workers.kv.pages.host_states import HostStates
 from deltafront.workers.kv.pages.state_slots import SCRATCH, OutOfSlots, RequestStates, StateSlots
 from deltafront.workers.messages.prompts import boundary_before, state_places
 
@@ -159,3 +163,94 @@ def test_prompt_state_that_finds_no_slot_is_left_out() -> None:
     assert slots.find(b"a") == spaced
     states.free()
     assert slots.free == 3
+
+
+class Host:
+    """Slots on a GPU and in host memory. A dict has the letter in each."""
+
+    def __init__(self, slots: int, kept: int) -> None:
+        self.gpu = StateSlots(slots)
+        self.host = HostStates(self.gpu, kept, self.move)
+        self.on_gpu, self.on_host = dict[int, str](), dict[int, str]()
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    async def move(self, slot: int, kept: int, back: bool) -> None:
+        self.meanwhile()
+        await asyncio.sleep(0)
+        if back:
+            self.on_gpu[slot] = self.on_host[kept]
+        else:
+            self.on_host[kept] = self.on_gpu[slot]
+
+    def cache(self, letter: str) -> None:
+        (slot,) = self.gpu.take(1)
+        self.on_gpu[slot] = letter
+        self.gpu.cache(letter.encode() * 3, slot)
+        self.gpu.release([slot])
+
+    async def settle(self) -> None:
+        run = asyncio.create_task(self.host.run())
+        while self.host.busy:
+            await asyncio.sleep(0)
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+    def check(self) -> None:
+        """Every state that can be found is the right one."""
+        for slots, letters in ((self.gpu, self.on_gpu), (self.host.slots, self.on_host)):
+            for slot in range(1, slots.total + 1):
+                if (name := slots.name(slot)) is not None:
+                    assert letters[slot].encode() * 3 == name
+
+
+@given(st.text("abcdefgh", max_size=30), st.integers(1, 4), st.integers(1, 6), st.integers(1, 5))
+@settings(max_examples=60)
+def test_host_memory_keeps_what_the_gpu_evicts(cached: str, slots: int, kept: int, at_once: int) -> None:
+    async def run() -> None:
+        both = Host(slots, kept)
+        for at in range(0, len(cached), at_once):
+            for letter in cached[at : at + at_once]:
+                both.cache(letter)
+            await both.settle()
+            both.check()
+        if at_once == 1:
+            last = list(dict.fromkeys(reversed(cached)))[: max(slots, kept)]
+            assert all(letter.encode() * 3 in both.gpu for letter in last), "the most recently used"
+            assert not both.host.too_late
+
+    asyncio.run(run())
+
+
+async def test_a_slot_that_changes_during_its_copy_is_not_kept() -> None:
+    both = Host(1, 2)
+    both.cache("a")
+
+    def evict() -> None:
+        both.meanwhile = lambda: None
+        both.cache("b")
+
+    both.meanwhile = evict
+    await both.settle()
+    assert (b"aaa" in both.gpu, b"bbb" in both.gpu, both.host.too_late) == (False, True, 1)
+    both.check()
+
+
+async def test_dropped_states_leave_host_memory_too() -> None:
+    both = Host(2, 2)
+    both.cache("a")
+    await both.settle()
+    assert b"aaa" in both.host.slots
+    both.gpu.drop([b"aaa"])
+    assert b"aaa" not in both.gpu and b"aaa" not in both.host.slots
+    assert (both.gpu.free, both.host.slots.free) == (2, 2)
+
+
+async def test_use_on_the_gpu_counts_in_host_memory() -> None:
+    both = Host(3, 2)
+    for letter in "ab":
+        both.cache(letter)
+        await both.settle()
+    assert both.gpu.find(b"aaa") is not None
+    both.cache("c")
+    await both.settle()
+    assert b"aaa" in both.host.slots and b"bbb" not in both.host.slots

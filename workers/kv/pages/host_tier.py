@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from deltafront.workers.kv.pages.eviction import CachedBlock
+from deltafront.workers.kv.pages.host_states import HostStates, StateBack
 from deltafront.workers.kv.pages.pool import PagePool, page_runs
 from deltafront.workers.kv.pages.prefix_cache import PrefixCache
 from deltafront.workers.messages.prompts import PromptKey
@@ -25,19 +26,39 @@ Move = Callable[[Runs, range, bool], Awaitable[None]]
 """Runs `HostMemory.copy` on every rank."""
 
 
+def least_gib(page_bytes: int, state_share: float) -> float:
+    """Return the smallest possible `decode.host_cache_gib` besides 0. Pure.
+
+    Args:
+        page_bytes: Bytes of a page on all ranks.
+        state_share: The share of the memory that states get.
+    """
+    return BATCH_PAGES * page_bytes / (1 - state_share) / 2**30
+
+
 class PagesBack:
-    """One copy of KV from slots in host memory back into GPU pages, layer by layer.
+    """One copy of KV from slots in host memory back into GPU pages, layer by layer, after a state.
 
     The pages are in the prefix cache from the start of the copy, so that other requests find them and wait
     for the same copy.
+
+    Args:
+        state: The state after these pages, if it comes back, too.
 
     Attributes:
         left: Number of layers still to copy. They are the model's last ones.
         error: The reason why the copy failed; empty if it has not.
     """
 
-    def __init__(self, pages: Sequence[int], slots: Sequence[int], layers: int, began: float) -> None:
-        self.pages, self.slots, self.began = pages, slots, began
+    def __init__(
+        self,
+        pages: Sequence[int],
+        slots: Sequence[int],
+        layers: int,
+        began: float,
+        state: StateBack | None = None,
+    ) -> None:
+        self.pages, self.slots, self.began, self.state = pages, slots, began, state
         self.runs: Runs = page_runs(pages, slots)
         self.left, self.error = layers, ""
         self._changed: list[Callable[[], None]] = []
@@ -64,10 +85,17 @@ class HostTier:
         on_gpu: The prefix cache of the pages on the GPU.
         layers: Number of layers of the model.
         slots: Number of pages that fit into the host memory.
+        states: The states in host memory; None if the model has none.
     """
 
     def __init__(
-        self, on_gpu: PrefixCache, layers: int, slots: int, move: Move, clock: Callable[[], float]
+        self,
+        on_gpu: PrefixCache,
+        layers: int,
+        slots: int,
+        move: Move,
+        clock: Callable[[], float],
+        states: HostStates | None = None,
     ) -> None:
         self.pool = PagePool(slots, prefix_cache=PrefixCache(clock, above=on_gpu))
         self.too_late = 0
@@ -80,8 +108,11 @@ class HostTier:
         self._on_gpu = on_gpu
         self._layers = layers
         self._move = move
+        self.states = states
         self._coming: dict[int, PagesBack] = {}
         """The copy that fills each page."""
+        self._coming_states: dict[int, PagesBack] = {}
+        """The copy that fills each state slot."""
         self._asked: deque[PagesBack] = deque()
         self._ask = asyncio.Event()
         self._offered: deque[tuple[int, CachedBlock]] = deque()
@@ -95,8 +126,8 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """True while blocks wait to be copied to host memory."""
-        return self._wake.is_set()
+        """True while blocks or states wait to be copied to host memory."""
+        return self._wake.is_set() or (self.states is not None and self.states.busy)
 
     async def run(self) -> None:
         """Copy offered blocks to host memory, until cancelled."""
@@ -106,21 +137,27 @@ class HostTier:
             if not self._offered:
                 self._wake.clear()
 
-    def bring_back(self, slots: Sequence[int], pages: Sequence[int]) -> PagesBack:
-        """Start to copy slots back into pages. The slots stay pinned until the copy ends."""
-        coming = PagesBack(pages, slots, self._layers, self._clock())
+    def bring_back(
+        self, slots: Sequence[int], pages: Sequence[int], state: StateBack | None = None
+    ) -> PagesBack:
+        """Start to copy slots back into pages, after a state. The slots stay pinned until the copy ends."""
+        coming = PagesBack(pages, slots, self._layers, self._clock(), state)
         self.pool.incref(slots)
         self._on_gpu.restore(pages, (self.pool.prefix_cache[slot] for slot in slots))
         self._coming |= dict.fromkeys(pages, coming)
+        if state is not None and self.states is not None:
+            self.states.hold(state)
+            self._coming_states[state.target] = coming
         self._asked.append(coming)
         self._ask.set()
         return coming
 
-    def coming_to(self, pages: Sequence[int]) -> tuple[PagesBack, ...]:
-        """Return the running copies that fill any of these pages."""
-        if not self._coming:
-            return ()
-        return tuple(dict.fromkeys(self._coming[page] for page in pages if page in self._coming))
+    def coming_to(self, pages: Sequence[int], state: int | None = None) -> tuple[PagesBack, ...]:
+        """Return the running copies that fill any of these pages or this state slot."""
+        found = [self._coming[page] for page in pages if page in self._coming] if self._coming else []
+        if state is not None and state in self._coming_states:
+            found.append(self._coming_states[state])
+        return tuple(dict.fromkeys(found))
 
     async def run_back(self) -> None:
         """Run the copies back into pages until cancelled. Several copies take turns."""
@@ -131,13 +168,15 @@ class HostTier:
                 if not self._asked:
                     self._ask.clear()
         finally:
-            while self._coming:
-                self._end_back(next(iter(self._coming.values())), 0, "the decode worker is shutting down")
+            for coming in {*self._coming.values(), *self._coming_states.values()}:
+                self._end_back(coming, 0, "the decode worker is shutting down")
 
     async def _move_back(self, coming: PagesBack) -> None:
-        count = min(coming.left, max(1, BATCH_PAGES * self._layers // len(coming.pages)))
+        count = min(coming.left, max(1, BATCH_PAGES * self._layers // max(1, len(coming.pages))))
         first = self._layers - coming.left
         try:
+            if not first and coming.state is not None and self.states is not None:
+                await self.states.bring_back(coming.state)
             await self._move(coming.runs, range(first, first + count), True)
         except Exception as error:
             self._end_back(coming, 0, str(error))
@@ -153,6 +192,9 @@ class HostTier:
     def _end_back(self, coming: PagesBack, count: int, error: str = "") -> None:
         for page in coming.pages:
             del self._coming[page]
+        if coming.state is not None and self.states is not None:
+            del self._coming_states[coming.state.target]
+            self.states.end(coming.state, failed=bool(error))
         if error:
             self._on_gpu.drop(coming.pages)
         coming.record_layers(count, error)

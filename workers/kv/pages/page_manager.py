@@ -5,13 +5,16 @@ last page is copied. Recomputed blocks get unshared pages. Only the event loop's
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from deltafront.workers.kv.pages.host_tier import HostTier
+from deltafront.kernels.constants import BLOCK
+from deltafront.workers.kv.pages.host_states import StateBack
+from deltafront.workers.kv.pages.host_tier import HostTier, PagesBack
 from deltafront.workers.kv.pages.leases import Lease, Leases
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
 from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.kv.pages.state_slots import OutOfSlots, RequestStates, StateSlots
+from deltafront.workers.messages.events import Prefix
 from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation, recompute_pages
 
@@ -26,6 +29,7 @@ class _Held:
         partly_filled: A session's last page if it is not full, else None.
         may_recompute: True if blocks can be recomputed, which needs the token ids.
         state: The slot of the state after these tokens; None: the model has none, or there are no tokens.
+        state_below: The name of that state and its slot in host memory, if it is only there.
     """
 
     tokens: int = 0
@@ -36,6 +40,7 @@ class _Held:
     exact: bool = True
     may_recompute: bool = True
     state: int | None = None
+    state_below: tuple[bytes, int] | None = None
 
 
 class PageManager:
@@ -82,6 +87,15 @@ class PageManager:
             )
         return self._take(reservation, held, total, waiting)
 
+    def prefix(self, key: PromptKey) -> Prefix | None:
+        """Return the prefix hit that `find` finds; None if there is none."""
+        pages, slots, exact = self.find(key)
+        tokens = (len(pages) + len(slots)) * PAGE_TOKENS
+        if not tokens or self.states is None:
+            return Prefix(tokens=tokens, exact=exact) if tokens else None
+        group_tokens = self._last_state(pages, slots, BLOCK // PAGE_TOKENS) * PAGE_TOKENS
+        return Prefix(tokens=tokens, exact=exact, has_state=True, group_tokens=group_tokens)
+
     def find(self, key: PromptKey) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         """Find a prompt's longest cached prefix. If the model's layers have states, it ends where
         one is cached, before the prompt's last token.
@@ -90,27 +104,30 @@ class PageManager:
             Its pages on the GPU, the slots of host memory with the KV after them, and whether all of it was
                 prefilled densely.
         """
+        slots: tuple[int, ...] = ()
         pages, exact = self.pool.prefix_cache.find(key)
-        if self.states is not None:
-            return self._until_a_state(pages, key), (), exact
-        if self.host is None:
-            return pages, (), exact
-        slots, also_exact = self.host.find(key, len(pages))
-        return pages, slots, exact and also_exact
-
-    def _until_a_state(self, pages: tuple[int, ...], key: PromptKey) -> tuple[int, ...]:
+        if self.host is not None:
+            slots, also_exact = self.host.find(key, len(pages))
+            exact = exact and also_exact
+        if self.states is None:
+            return pages, slots, exact
         last = len(key.chain) // LINK_BYTES - (not key.tail)
-        return pages[: self.last_state(pages[:last])]
+        last = self._last_state(pages[:last], slots[: max(0, last - len(pages))])
+        return pages[:last], slots[: max(0, last - len(pages))], exact
 
-    def last_state(self, pages: Sequence[int], step: int = 1) -> int:
-        """Return the largest number of these cached pages, a multiple of `step`, after which a state is
-        cached; 0: none."""
-        counts = range(len(pages) // step * step, 0, -step)
-        return next((count for count in counts if self._state_after(pages[count - 1])), 0)
+    def _last_state(self, pages: Sequence[int], slots: Sequence[int], step: int = 1) -> int:
+        """Return the largest number of these cached pages and slots, a multiple of `step`, after which a
+        state is cached; 0: none."""
+        assert self.states is not None
+        counts = range((len(pages) + len(slots)) // step * step, 0, -step)
+        return next((n for n in counts if self._name(pages, slots, n) in self.states), 0)
 
-    def _state_after(self, page: int) -> int | None:
-        """Return the slot of the cached state at the end of a cached page."""
-        return None if self.states is None else self.states.find(self.pool.prefix_cache[page].name)
+    def _name(self, pages: Sequence[int], slots: Sequence[int], count: int) -> bytes:
+        """Return the name of the block that is number `count` (from 1) of these pages and slots."""
+        if count <= len(pages):
+            return self.pool.prefix_cache[pages[count - 1]].name
+        assert self.host is not None
+        return self.host.pool.prefix_cache[slots[count - 1 - len(pages)]].name
 
     def _held(self, reservation: Reservation, now: float) -> _Held | Refused:
         if reservation.session_id is not None:
@@ -124,11 +141,17 @@ class PageManager:
             return Refused(reason=RefusalReason.NO_PREFIX, message=message)
         pages = pages[:count]
         slots = slots[: count - len(pages)]
-        state = None
-        if self.states is not None and (state := self._state_after(pages[-1])) is None:
-            message = f"the state after {reservation.prefix_tokens} tokens of the prompt is no longer cached"
-            return Refused(reason=RefusalReason.NO_PREFIX, message=message)
-        return _Held(tokens=reservation.prefix_tokens, pages=pages, slots=slots, exact=exact, state=state)
+        held = _Held(tokens=reservation.prefix_tokens, pages=pages, slots=slots, exact=exact)
+        return held if self.states is None else self._with_state(held, self.states)
+
+    def _with_state(self, held: _Held, states: StateSlots) -> _Held | Refused:
+        name = self._name(held.pages, held.slots, held.tokens // PAGE_TOKENS)
+        if (state := states.find(name)) is not None:
+            return replace(held, state=state)
+        if states.below is not None and (state := states.below.find(name)) is not None:
+            return replace(held, state_below=(name, state))
+        message = f"the state after {held.tokens} tokens of the prompt is no longer cached"
+        return Refused(reason=RefusalReason.NO_PREFIX, message=message)
 
     def _session(self, session_id: str, owner: str, now: float) -> _Held | Refused:
         lease = self.leases.find(session_id, owner, now)
@@ -173,12 +196,9 @@ class PageManager:
             return states
         self.pool.incref((*shared, *source))  # first, since `allocate` may evict them
         taken = self.pool.allocate(needed)
-        coming = () if self.host is None else self.host.coming_to(shared)
-        if self.host is not None and held.slots:
-            coming += (self.host.bring_back(held.slots, taken[: len(held.slots)]),)
         return RequestPages(
             pool=self.pool,
-            coming=coming,
+            coming=self._coming(held, taken, states),
             host_tokens=len(held.slots) * PAGE_TOKENS,
             table=shared + taken[:fresh],
             held_tokens=held.tokens,
@@ -198,11 +218,36 @@ class PageManager:
         if kept and kept < held.tokens:
             message = f"the cached prefix of {held.tokens} tokens has no state after {kept} tokens"
             return Refused(reason=RefusalReason.NO_PREFIX, message=message)
+        taken: tuple[int, ...] = ()
         try:
-            return RequestStates(self.states, held.state, held.tokens, kept)
+            if held.state_below is not None:
+                taken = self.states.take(1)
+            source = taken[0] if taken else held.state
+            return RequestStates(self.states, source, held.tokens, kept)
         except OutOfSlots as error:
             needed = pages_for(held.tokens + reservation.new_tokens)
             return Refused(reason=RefusalReason.PAGES, message=str(error), needed=needed, free=self.pool.free)
+        finally:
+            self.states.release(taken)
+
+    def _coming(
+        self, held: _Held, taken: Sequence[int], states: RequestStates | None
+    ) -> tuple[PagesBack, ...]:
+        """Start the copy of what is held in host memory into the first `taken` pages. Return it, and running
+        copies into shared pages and states."""
+        if self.host is None:
+            return ()
+        source = None if states is None else states.source
+        coming = self.host.coming_to(held.pages, source)
+        state = None
+        if held.state_below is not None:
+            name, slot = held.state_below
+            assert self.states is not None and source is not None
+            self.states.cache(name, source)  # now, so that other requests find it and wait for the same copy
+            state = StateBack(name, slot, source)
+        if not held.slots and state is None:
+            return coming
+        return (*coming, self.host.bring_back(held.slots, taken[: len(held.slots)], state))
 
     def prepare_session(self, pages: RequestPages, tokens: int) -> None:
         """If the session's last page is partly filled, allocate a spare page for its copy and set `copy_out`.

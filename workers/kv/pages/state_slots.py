@@ -29,12 +29,16 @@ class StateSlots:
 
     Attributes:
         evicted: Number of states evicted so far.
+        below: The slots in host memory, which keep copies of cached states; None: there are none.
+        on_cached: Called with the name of each newly cached state.
     """
 
     def __init__(self, slots: int) -> None:
         if slots < 1:
             raise ValueError(f"a decode worker needs state slots, got {slots}")
         self.total, self.evicted = slots, 0
+        self.below: StateSlots | None = None
+        self.on_cached: Callable[[bytes], None] = lambda _name: None
         self._free = list(range(slots, SCRATCH, -1))
         self._references = [0] * (slots + 1)
         self._cached: OrderedDict[bytes, int] = OrderedDict()
@@ -85,20 +89,31 @@ class StateSlots:
             self._cached.move_to_end(name)
         elif slot not in self._names:
             self._cached[name], self._names[slot] = slot, name
+            self.on_cached(name)
 
     def find(self, name: bytes) -> int | None:
-        """Return the slot of a cached state, which is then the most recently used; None if there is none."""
+        """Return the slot of a cached state, which is then the most recently used, also below; None if there
+        is none here."""
+        if self.below is not None:
+            self.below.find(name)
         slot = self._cached.get(name)
         if slot is not None:
             self._cached.move_to_end(name)
         return slot
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._cached
+        """Return whether a state is cached here or below."""
+        return name in self._cached or (self.below is not None and name in self.below)
+
+    def name(self, slot: int) -> bytes | None:
+        """Return the name of the cached state in a slot: the object that `cache` got. None: there is none."""
+        return self._names.get(slot)
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Remove states from the cache, so that no prompt finds them."""
+        """Remove states from the cache and those below, so that no prompt finds them."""
         for name in names:
+            if self.below is not None:
+                self.below.drop([name])
             if name in self._cached:
                 slot = self._drop(name)
                 if not self._references[slot]:

@@ -1,0 +1,143 @@
+"""Prompts continue from states that come back from host memory, with answers equal to transformers'."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from deltafront.workers.decode.engine import DecodeEngine
+from deltafront.workers.messages.events import FinishReason
+
+from .keys import key_of
+from .test_states import SPACING, Expected, StateBench, expected, model, prompt, served
+
+__all__ = ["expected", "model", "served"]
+ROOM: dict[str, Any] = {"cache_tokens": 48 * 16, "state_slots": 12, "host_cache_gib": 0.1}
+
+
+def busy(engine: DecodeEngine) -> bool:
+    host = engine._manager.host
+    return host is not None and host.busy
+
+
+async def copied(run: StateBench) -> None:
+    while busy(run.engine):
+        await asyncio.sleep(0.001)
+
+
+async def push_out(run: StateBench, pages: int) -> None:
+    """Evict all cached states and the cached pages beyond the first `pages`."""
+    await copied(run)
+    slots, pool = run.engine._manager.states, run.engine._manager.pool
+    slots.release(slots.take(slots.total))
+    pool.release(pool.allocate(pool.total - pages))
+
+
+async def places(run: StateBench, ids: list[int]) -> tuple[int, int]:
+    """Return how many pages of a prompt's prefix are on the GPU, and how many only in host memory."""
+    pages, slots, _exact = run.engine._manager.find(key_of(ids))
+    return len(pages), len(slots)
+
+
+@pytest.mark.parametrize("stages", [0, 1, 3])
+@pytest.mark.parametrize("left", [0, 5, 48])
+async def test_prompts_continue_from_host_memory(
+    served: Any, expected: Expected, stages: int, left: int
+) -> None:
+    """stages = 0: a decode worker prefills the rest. left: pages that stay on the GPU."""
+    run, document = await served(max(1, stages), **ROOM), prompt(300)
+    await run.read("first", document + prompt(30, seed=1))
+    await push_out(run, left)
+    other = document + prompt(60, seed=2)
+    held = await run.found(other)
+    assert held == 256
+    near, below = await places(run, other)
+    assert (near + below, below > 0) == (held // 16, left < 48)
+    go_on = run.group_goes_on if stages else run.go_on
+    assert (await go_on("other", other, held)).ids == expected(other)
+    near, below = await places(run, other)
+    assert near >= held // 16 and not below, "all is on the GPU again"
+    third = document + prompt(20, seed=3)
+    assert (await run.go_on("third", third, held)).ids == expected(third)
+
+
+async def test_requests_wait_for_one_copy_of_a_state(served: Any, expected: Expected) -> None:
+    run, document = await served(**ROOM | {"state_slots": 20}), prompt(200)
+    await run.read("first", document + prompt(30, seed=1))
+    await push_out(run, 48)
+    moved: list[int] = []
+    host = run.engine._manager.host.states
+    bring_back = host.bring_back
+
+    async def counted(back: Any) -> None:
+        moved.append(back.source)
+        await asyncio.sleep(0.05)
+        await bring_back(back)
+
+    host.bring_back = counted
+    asked = [document + prompt(10 + n, seed=2 + n) for n in range(3)]
+    held = 3 * SPACING
+    answers = await asyncio.gather(*(run.go_on(f"q{n}", ids, held) for n, ids in enumerate(asked)))
+    assert [answer.ids for answer in answers] == [expected(ids) for ids in asked]
+    assert len(moved) == 1
+
+
+async def test_a_copy_that_fails_ends_its_requests_alone(served: Any, expected: Expected) -> None:
+    run, document = await served(**ROOM), prompt(200)
+    await run.read("first", document + prompt(30, seed=1))
+    await push_out(run, 0)
+    host = run.engine._manager.host.states
+
+    async def fails(_back: Any) -> None:
+        raise RuntimeError("no such memory")
+
+    host.bring_back, whole = fails, host.bring_back
+    other = document + prompt(25, seed=2)
+    failed = (await run.go_on("fails", other, 3 * SPACING)).finish
+    assert failed is not None and failed.reason is FinishReason.FAILED
+    assert failed.message == "KV did not come back from host memory: no such memory"
+    host.bring_back = whole
+    assert await run.found(other) < 3 * SPACING, "the state is cached nowhere any more"
+    assert (await run.talk("again", other)).ids == expected(other)
+
+
+async def test_a_request_that_leaves_during_the_copy_spoils_nothing(served: Any, expected: Expected) -> None:
+    run, document = await served(**ROOM), prompt(200)
+    await run.read("first", document + prompt(30, seed=1))
+    await push_out(run, 0)
+    other = document + prompt(25, seed=2)
+    leaving = asyncio.create_task(run.go_on("leaves", other, 3 * SPACING))
+    await asyncio.sleep(0)
+    await run.engine.cancel("leaves")
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert (await run.talk("again", other)).ids == expected(other)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_came_back_answers_equal_those_read_anew(
+    served: Any, expected: Expected, seed: int
+) -> None:
+    """Few pages and slots, so that both are evicted; prompts that branch at any token, several at once."""
+    draw = random.Random(seed)
+    room = {"state_slots": 9, "cache_tokens": 70 * 16, "host_cache_gib": 0.1}
+    run = await served(1 + seed % 3, looks_ahead=bool(seed % 2), **room)
+    said, came = [prompt(draw.randrange(100, 260), seed=seed)], 0
+    for turn in range(6):
+        asked = []
+        for _ in range(2):
+            before = draw.choice(said)
+            asked.append(
+                [*before[: draw.randrange(20, len(before) + 1)], *prompt(draw.randrange(1, 30), turn)]
+            )
+        came += sum([(await places(run, ids))[1] for ids in asked])
+        answers = await asyncio.gather(
+            *(run.talk(f"{turn}-{n}", ids, draw.random() < 0.5, wait=True) for n, ids in enumerate(asked))
+        )
+        for ids, answer in zip(asked, answers, strict=True):
+            assert answer.ids == expected(ids)
+            said.append([*ids, *answer.ids])
+        await push_out(run, draw.randrange(12))
+    assert came, "host memory should be used"
