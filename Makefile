@@ -59,7 +59,7 @@ test-arithmetic: dev model
 test-long: export PYTHONDONTWRITEBYTECODE :=
 test-long: dev model vocabularies
 	$(BIN)/pytest -n 4 --long
-	$(BIN)/pytest -n 4 --ranks 2 tests/workers/decode tests/workers/kv
+	$(BIN)/pytest -n 4 --ranks 2 tests/workers/decode tests/workers/kv tests/workers/test_states.py
 
 # Clients of the HTTP APIs that others wrote, from PyPI and npm into build/clients…; a part of test-long.
 clients: dev

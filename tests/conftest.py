@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long, several = config.getoption("--long"), config.getoption("--ranks") > 1
 
     def runs(item: pytest.Item) -> bool:
-        has_ranks = "bench" in getattr(item, "fixturenames", ())
+        has_ranks = not {"bench", "served"}.isdisjoint(getattr(item, "fixturenames", ()))
         return (item.get_closest_marker("long") is not None) == long and (has_ranks or not several)
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])

@@ -146,6 +146,9 @@ class Rank(Protocol):
         """Copy runs (first page, first slot, count) of pages to host memory, or back, in `layers`
         (`HostMemory.copy`)."""
 
+    async def state(self, work: str, *arguments: Any) -> Any:
+        """Call the method `work` of this rank's `RankStates`, after all calls that `compute` has sent."""
+
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
         """Save host-memory slots to a file, load them from it, or remove the file (`HostMemory.stored`).
         Raises StoreError."""

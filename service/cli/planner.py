@@ -121,7 +121,9 @@ def uses(demand: Demand) -> Iterator[HostUse]:
     counts = [
         n for n in range(most, 0, -1) if demand.stages in (None, n) and _all_have_pages(demand.model, n)
     ]
-    cuts = [n for n in reversed(rank_counts(demand.model)) if demand.ranks in (None, n) and n <= demand.gpus]
+    cuts = [n for n in rank_counts(demand.model) if demand.ranks in (None, n) and n <= demand.gpus]
+    if not demand.model.state_layers:  # several ranks with states are not measured: if one does not fit
+        cuts.reverse()
     for kind, stages, ranks in itertools.product(demand.quantisations, counts, cuts):
         if kind is None or not any(width % 16 for width in demand.model.matrix_widths(ranks)):
             yield HostUse(kind, stages, ranks, beside=stages + ranks > demand.gpus)
@@ -164,8 +166,9 @@ def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
     left = demand.room - weights
     if use.beside:
         left += demand.room - stage - int(demand.gpu_gib * GIB)
-    slots = state_slots(demand.model, demand.dtype, left, demand.concurrency)
-    weights += (states := slots * _state_bytes(demand))
+    part = demand.model.of_rank(use.ranks)
+    slots = state_slots(part, demand.dtype, left, demand.concurrency)
+    weights += (states := slots * part.state_bytes(range(part.layers), DTYPE_BYTES[demand.dtype]))
     left -= states
     pages = max(left, 0) // page
     held = max(prompts, demand.concurrency) * (context + recomputed_tokens(demand))
@@ -239,7 +242,7 @@ def _excess(demand: Demand, use: HostUse) -> int:
     context, how = cache_tokens(demand.tokens), (demand.dtype, use.quantisation, demand.kv_dtype)
     stage = _stage_bytes(demand, use, context) - demand.room
     held = demand.concurrency * (context + recomputed_tokens(demand))
-    slots = state_slots(demand.model, demand.dtype, 0, demand.concurrency)
+    slots = state_slots(demand.model.of_rank(use.ranks), demand.dtype, 0, demand.concurrency)
     rank = rank_bytes(demand.model, use.ranks, held, *how, slots) - demand.room
     return stage + rank + int(demand.gpu_gib * GIB) if use.beside else max(stage, rank)
 
@@ -310,12 +313,13 @@ def explained(demand: Demand, found: HostPlan, host_reason: str = "") -> list[st
         kept, most = 2 * kept, "+"
     prompts, contexts = (tokens // context for tokens in (found.prefill_tokens, found.decode_tokens))
     host = f"one host, {demand.gpus} × {demand.gpu_gib:.1f} GiB"
+    number = "fewest" if demand.model.state_layers else "most"
     lines = [
         f"contexts of {found.tokens:,} tokens (prompt and answer); {host}",
         f"model.quantisation {kind}",
         f"prefill.stages {use.stages}: the most that fit, for a fast first token",
         f"prefill.cache_tokens {found.prefill_tokens:,}: {prompts} such prompts at once",
-        f"decode.tensor_parallel {use.ranks}: the most ranks that fit and divide the KV heads",
+        f"decode.tensor_parallel {use.ranks}: the {number} ranks that fit and divide the KV heads",
         f"decode.gpus {where}",
         f"decode.cache_tokens {found.decode_tokens:,}: all remaining memory, {contexts} such contexts",
         f"fullest GPU: {stage:.1f} GiB (stage) {most} {rank:.1f} (rank), and {kept:g} kept free",

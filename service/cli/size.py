@@ -175,14 +175,15 @@ def rank_bytes(
     kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.kv_layers, dtype, kv_dtype)
     rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
     layers = weight_bytes(part, range(model.layers), dtype, quantisation, embedding=False, head=False)
-    states = (state_slots + 1) * model.state_bytes(range(model.layers), size)
+    states = (state_slots + 1) * part.state_bytes(range(model.layers), size)
     ends = (model.vocab + rows) * model.hidden * size + final_norm_bytes(model, size)
     return layers + kv + states + ends
 
 
 def rank_counts(model: ModelConfig) -> list[int]:
     """List the possible tensor-parallel sizes of a decode worker."""
-    whole = 1 if model.state_layers else math.gcd(model.kv_heads, *model.mlp_widths)
+    keys = () if model.linear is None else (model.linear.key_heads,)
+    whole = math.gcd(model.kv_heads, *model.mlp_widths, *keys)
     return [n for n in range(1, whole + 1) if whole % n == 0]
 
 

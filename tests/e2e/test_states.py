@@ -39,12 +39,12 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(
     scope="module",
-    params=[("linear", "object_store", 2), ("rolling", "mapped", 1)],
+    params=[("linear", "object_store", 2, 2), ("rolling", "mapped", 1, 1)],
     ids=lambda given: given[0],
 )
 def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The configuration of a tiny model with the embedded model's tokenizer."""
-    kind, transport, stages = request.param
+    kind, transport, stages, ranks = request.param
     tokenizer = Path(located(ModelSpec(path=EMBEDDED)).path)
     make = make_tiny_hybrid if kind == "linear" else make_tiny_windows
     directory = make(tmp_path_factory.mktemp(kind), vocabulary=49_152)
@@ -52,7 +52,9 @@ def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         shutil.copy(file, directory)
     model = {"path": str(directory), "dtype": "float32", "rolling_buffer": kind == "rolling"}
     prefill = SETTINGS["prefill"] | {"stages": stages}
-    return SETTINGS | {"prefill": prefill, "model": model, "handoff": {"transport": transport}}
+    decode = SETTINGS["decode"] | {"tensor_parallel": ranks, "host_cache_gib": 0.1}
+    given = {"prefill": prefill, "decode": decode, "model": model, "handoff": {"transport": transport}}
+    return SETTINGS | given
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.tests.workers.conftest import Answer, Bench
 from deltafront.tests.workers.in_process import InProcessReader, local_controller
+from deltafront.tests.workers.in_ranks import followers, link
 from deltafront.tests.workers.keys import DENSE, key_of
 from deltafront.tests.workers.prompts import packed
 from deltafront.tests.workers.tiny_hybrid import LAYERS, LINEAR_LAYERS, make_tiny_hybrid
@@ -35,7 +37,9 @@ from deltafront.workers.messages.requests import (
     Sampling,
 )
 from deltafront.workers.messages.stages import HandedState, HostKV, KVRange
+from deltafront.workers.model.decoder.collectives import GroupCollectives
 from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import DecodeConfig, ModelSpec, PrefillConfig
 
 NEW, CHUNK, SPACING = 20, 128, 64
@@ -170,16 +174,30 @@ class StateBench(Bench):
         return await self.go_on(name, ids, prefix.tokens, **more)
 
 
-@pytest.fixture
-async def served(model: ModelSpec) -> AsyncIterator[Callable[..., Any]]:
-    """`await served(stages=…, looks_ahead=…, key=value…)` starts both with this DecodeConfig. At the end
-    every page and every slot must be free."""
-    made: list[StateBench] = []
+def stacks_of(model: ModelSpec, ranks: int) -> list[LayerStack]:
+    """Load the ranks' parts of a model, linked."""
+    if ranks == 1:
+        return [load_model(model, "cpu")]
+    stacks = [load_model(model, "cpu", collectives=GroupCollectives(rank, ranks)) for rank in range(ranks)]
+    link(stacks)
+    return stacks
 
-    async def start(stages: int = 1, looks_ahead: bool = False, **config: Any) -> StateBench:
+
+@pytest.fixture
+async def served(request: pytest.FixtureRequest, model: ModelSpec) -> AsyncIterator[Callable[..., Any]]:
+    """`await served(stages=…, looks_ahead=…, key=value…)` starts both with this DecodeConfig. At the end
+    every page and every slot must be free. With `pytest --ranks N` the engine has N ranks."""
+    made: list[StateBench] = []
+    of_run, closing = request.config.getoption("--ranks"), ExitStack()
+
+    async def start(
+        stages: int = 1, looks_ahead: bool = False, ranks: int = of_run, **config: Any
+    ) -> StateBench:
         defaults = {"cache_tokens": 8192, "page_selection": "full", "append_chunk_tokens": 48}
         chosen = DecodeConfig(**(defaults | {"stream_lease_s": 600.0, "state_slots": 40} | config))
-        engine = DecodeEngine("decode:test", load_model(model, "cpu"), chosen, reader=InProcessReader)
+        lead, *others = stacks_of(model, ranks)
+        their = closing.enter_context(followers([lead, *others], chosen, InProcessReader))
+        engine = DecodeEngine("decode:test", lead, chosen, reader=InProcessReader, ranks=their)
         engine._runner.asynchronous = looks_ahead
         await engine.start()
         made.append(StateBench(engine, model, stages))
@@ -191,13 +209,16 @@ async def served(model: ModelSpec) -> AsyncIterator[Callable[..., Any]]:
         await one.group.stop()
         await one.engine.close()
         assert (one.used, one.free_slots) == (0, one.engine._config.state_slots)
+    closing.close()
 
 
-@pytest.mark.parametrize(("stages", "looks_ahead"), [(1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("stages", "looks_ahead", "ranks"), [(1, True, 1), (2, False, 1), (3, True, 1), (2, True, 2)]
+)
 async def test_greedy_tokens_equal_transformers(
-    served: Any, expected: Expected, stages: int, looks_ahead: bool
+    served: Any, expected: Expected, stages: int, looks_ahead: bool, ranks: int
 ) -> None:
-    run = await served(stages, looks_ahead)
+    run = await served(stages, looks_ahead, ranks)
     prompts = [prompt(length) for length in (1, 3, 16, 33, 127, 128, 129, 300)]
     wanted = [expected(ids) for ids in prompts]
     assert len({tuple(ids) for ids in wanted}) == len(wanted), "the model should answer prompts differently"

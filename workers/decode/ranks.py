@@ -10,8 +10,9 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from deltafront.workers.kv.pages.host_tier import Runs
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.kv.pages.request_pages import PageCopy
 from deltafront.workers.kv.peer_memory import CudaPeerMemory
+from deltafront.workers.kv.states import RankStates
 from deltafront.workers.messages.requests import DecodeFailed
 from deltafront.workers.messages.stages import HostKV, KVAnnouncement, KVRange, Rendezvous
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, GroupCollectives
@@ -204,8 +206,11 @@ class FollowerRank:
             self.fault = f"{work} failed: {type(error).__name__}: {error}"
 
     def _known(self, rows: Sequence[Row] | None) -> Sequence[Row]:
+        """Return the rows of the next step. None: those of the last step, each one token longer."""
         if rows is not None:
             self._rows = rows
+        elif self._runner.states is not None:  # which are copied at page boundaries
+            self._rows = [replace(row, length=row.length + 1) for row in self._rows]
         return self._rows
 
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], pages: Sequence[int]) -> int:
@@ -218,6 +223,22 @@ class FollowerRank:
     async def move(self, runs: Runs, layers: range, back: bool) -> None:
         assert self._host is not None
         await asyncio.get_running_loop().run_in_executor(self._handoff, self._host.copy, runs, layers, back)
+
+    async def state(self, work: str, *arguments: Any) -> Any:
+        return await asyncio.wrap_future(self.ordered(work, *arguments))
+
+    def ordered(self, work: str, *arguments: Any) -> Future[Any]:
+        """Do what `Rank.state` says, after all calls of `compute` so far."""
+        return self._compute.submit(self._on_state, work, *arguments)
+
+    def _on_state(self, work: str, *arguments: Any) -> Any:
+        if self.fault:
+            raise DecodeFailed(self.fault)
+        self._runner.wait()
+        if work == "move":
+            assert self._host is not None
+            return self._host.copy_state(*arguments)
+        return getattr(RankStates(self._runner.cache), work)(*arguments)
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
         assert self._host is not None

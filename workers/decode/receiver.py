@@ -1,8 +1,9 @@
 """Receives KV from prefill stages, and sends KV back to stages that resume a prompt."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from deltafront.workers.kv.fetch import to_host
 from deltafront.workers.kv.handoff.inbox import KVInbox
 from deltafront.workers.kv.handoff.mapped import PageWriters
 from deltafront.workers.kv.handoff.protocols import KVReader
-from deltafront.workers.kv.states import State, packed
+from deltafront.workers.kv.states import RankStates
 from deltafront.workers.messages.requests import DecodeFailed
 from deltafront.workers.messages.stages import (
     FirstLogits,
@@ -92,20 +93,35 @@ class HandoffReceiver:
 
     async def _write_state(self, request: DecodeRequest, message: HandedState) -> None:
         async def write(slots: Sequence[int]) -> None:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._thread, self._put_state, slots, message)
+            await self._put_state(slots, message)
 
         with request.times.receiving_kv(self._clock):
             await request.inbox.receive_state(message, request.prompt_tokens, write)
         request.times.handoff_bytes += message.bytes
 
-    def _put_state(self, slots: Sequence[int], message: HandedState) -> None:
+    async def _put_state(self, slots: Sequence[int], message: HandedState) -> None:
         if (states := self._runner.states) is None:
             raise ArrivalError("a state came for a model without states")
-        if not message.arrays:
-            return
-        with self._runner.cache.moving():
-            states.write(slots, message.layers, message.arrays)
+        if message.arrays:
+            parts = states.parts(message.arrays, 1 + len(self._ranks))
+            await self._on_ranks("write", [(slots, message.layers, arrays) for arrays in parts])
+
+    async def _on_ranks(self, work: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of every rank's `RankStates`, each with its own arguments. Return the results once
+        all ranks have finished. Raises the first error."""
+        own, states = arguments[0], RankStates(self._runner.cache)
+        calls: list[Awaitable[Any]] = [
+            asyncio.get_running_loop().run_in_executor(self._thread, getattr(states, work), *own)
+        ]
+        calls += [rank.state(work, *each) for rank, each in zip(self._ranks, arguments[1:], strict=True)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for failure in failures:
+            if isinstance(failure, DecodeFailed):
+                self._runner.lose(failure)
+        if failures:
+            raise failures[0]
+        return outcomes
 
     async def held_state(self, request_id: str) -> HandedState:
         request, cache = self._requests.live(request_id), self._runner.states
@@ -115,13 +131,9 @@ class HandoffReceiver:
             raise DecodeFailed(f"request {request_id} has no state here to continue from")
         with request.pages.use():
             await request.pages.come(self._model.layers - 1)  # a state comes before the first layer's KV
-            copied = await asyncio.get_running_loop().run_in_executor(self._thread, self._copied, slot)
-        return HandedState(request_id=request_id, tokens=tokens, layers=cache.layers, arrays=packed(copied))
-
-    def _copied(self, slot: int) -> State:
-        assert self._runner.states is not None
-        with self._runner.cache.moving():
-            return self._runner.states.to_host(slot)
+            copies = await self._on_ranks("read", [(slot,)] * (1 + len(self._ranks)))
+        arrays = cache.joined(copies)
+        return HandedState(request_id=request_id, tokens=tokens, layers=cache.layers, arrays=arrays)
 
     async def open_pages(self, writer: PageWriter) -> OpenedPages:
         request = self._requests.expecting(writer)

@@ -252,12 +252,12 @@ class DecodeRunner:
         self._copy_states(states)
         if part is not None and layers.stop < self.stack.layers.stop:
             self._begun[part.key] = replace(begun, hidden_TC=hidden_TC)
-            self._wait()
+            self.wait()
             return ReadResult()
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
         blocks = () if select_blocks is None else select_blocks.most_attended(step.select_blocks)
         logprobs = self._logprobs(hidden_TC, step) if step.targets else ()
-        self._wait()
+        self.wait()
         return ReadResult(logits_V, blocks, logprobs)
 
     def _read_states(self, step: Read, states: ReadStates | None) -> Callable[[int], RowStates] | None:
@@ -350,7 +350,7 @@ class DecodeRunner:
         calls = AttentionCalls(kv_rows, attend)
         hidden_TC = self.stack.run(hidden_TC, torch.cat([positions_P, positions_T]), calls)
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
-        self._wait()
+        self.wait()
         return ReadResult(logits_V, blocks)
 
     def _with_blocks(self, table_N: torch.Tensor, blocks: Sequence[int], own: int) -> torch.Tensor:
@@ -362,7 +362,7 @@ class DecodeRunner:
         again = (table_N[block * per_block : (block + 1) * per_block] for block in blocks)
         return torch.cat([pages_N, table_N[:1].expand(lacking), *again])
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         if self.stack.device.type == "cuda":
             torch.cuda.current_stream(self.stack.device).synchronize()
 

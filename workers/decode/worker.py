@@ -7,7 +7,7 @@ import asyncio
 import gc
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -159,30 +159,41 @@ class RankActor:
         self.hosted: FollowerRank = load_rank(
             rank, model, config, reader=partial(kv_reader, handoff), tell=tell
         )
-        self._in_order = InOrder(self.hosted.compute)
+        self._in_order = InOrder(lambda call, *arguments: call(*arguments))
 
     async def join(self, rendezvous: Rendezvous) -> None:
         await asyncio.to_thread(self.hosted.join, rendezvous)
 
     async def compute(self, number: int, work: str, *arguments: Any) -> None:
         """Run calls in the order of their numbers, because Ray may deliver them in another order."""
-        self._in_order(number, work, *arguments)
+        self._in_order(number, self.hosted.compute, work, *arguments)
+
+    async def state(self, number: int, work: str, *arguments: Any) -> Any:
+        """Call `FollowerRank.ordered` between the calls of `compute`, by its number."""
+        begun = asyncio.get_running_loop().create_future()
+        self._in_order(number, lambda: begun.set_result(self.hosted.ordered(work, *arguments)))
+        return await asyncio.wrap_future(await begun)
 
     async def check(self) -> str:
         return self.hosted.fault
 
 
 class RankOverRay:
-    """Rank 0's proxy for another rank. Only one thread may call `compute`."""
+    """Rank 0's proxy for another rank. Only one thread may call `compute`; `state` may be called beside
+    it."""
 
     def __init__(self, number: int, actor: Any) -> None:
         self._actor = actor
         self._numbers = itertools.count()
         rank = remote(Rank, f"rank {number}", actor, partial(_rank_error, number))
         self.read, self.kv, self.move, self.stored = rank.read, rank.kv, rank.move, rank.stored
+        self._state: Callable[..., Awaitable[Any]] = rank.state
 
     def compute(self, work: str, *arguments: Any) -> None:
         self._actor.compute.remote(next(self._numbers), work, *arguments)
+
+    async def state(self, work: str, *arguments: Any) -> Any:
+        return await self._state(next(self._numbers), work, *arguments)
 
 
 def _rank_error(number: int, failure: Failure) -> Exception:

@@ -116,9 +116,10 @@ class RanksMemory:
         await self._all(own, [rank.move(runs, layers, back) for rank in self._ranks])
 
     async def move_state(self, slot: int, kept: int, back: bool) -> None:
-        """Run `HostMemory.copy_state`. Models with states have one rank."""
-        own = asyncio.get_running_loop().run_in_executor(self._thread, self._own.copy_state, slot, kept, back)
-        await self._all(own, [])
+        """Run `HostMemory.copy_state` on every rank, and wait for all ranks. Raises a failed rank's error."""
+        loop = asyncio.get_running_loop()
+        own = loop.run_in_executor(self._thread, self._own.copy_state, slot, kept, back)
+        await self._all(own, [rank.state("move", slot, kept, back) for rank in self._ranks])
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
         """Run `HostMemory.stored` on every rank. Raises StoreError."""

@@ -16,7 +16,7 @@ import torch
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS
-from deltafront.workers.kv.states import LinearStates, State, StateCache
+from deltafront.workers.kv.states import Heads, LinearStates, State, StateCache
 from deltafront.workers.model.directory.model_config import ModelConfig
 
 
@@ -43,6 +43,7 @@ class RollingBuffers(StateCache):
         self.tokens, self.window = tokens, window
         self._pages = tokens // PAGE_TOKENS
         self._shape = kv_heads, head_dim
+        self.heads = (Heads(3, (kv_heads,)),) * 2
         self.cache = PagedKVCache(self.layers, kv_heads, head_dim, slots * self._pages, dtype, device)
 
     def slot(self, slot: int) -> State:

@@ -8,15 +8,46 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from deltafront.kernels.gated_delta.states import LayerStates
+from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.host_copies import as_numpy, as_tensor
 
 State = tuple[torch.Tensor, ...]
 """The tensors of a slot, each [layers, …]."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Where a tensor of a state has heads, which tensor-parallel ranks share. Rank r has part r of each
+    section of the whole tensor.
+
+    Args:
+        axis: The dimension of the heads in a tensor [layers, …].
+        widths: The sections' widths along it on one rank.
+    """
+
+    axis: int
+    widths: tuple[int, ...]
+
+    def parts(self, whole: Any, ranks: int) -> list[Any]:
+        """Split a whole array into the ranks' arrays. Raises ValueError if its shape does not fit."""
+        if np.ndim(whole) <= self.axis:
+            raise ValueError(f"a state's array of shape {np.shape(whole)} has no heads")
+        pieces = np.split(whole, np.cumsum([width for width in self.widths for _ in range(ranks)]), self.axis)
+        if pieces.pop().size:
+            raise ValueError(f"a state's array of {whole.shape} is larger than {ranks} ranks have room for")
+        return [np.concatenate(pieces[rank::ranks], self.axis) for rank in range(ranks)]
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Join the ranks' arrays. The inverse of `parts`."""
+        split = [np.split(part, np.cumsum(self.widths)[:-1], self.axis) for part in parts]
+        return np.concatenate([piece for pieces in zip(*split, strict=True) for piece in pieces], self.axis)
 
 
 class StateCache(ABC):
@@ -24,9 +55,11 @@ class StateCache(ABC):
 
     Attributes:
         layers: Indices in the model of the layers that have a state, ascending.
+        heads: For each tensor of a state, where it has heads.
     """
 
     layers: tuple[int, ...]
+    heads: tuple[Heads, ...]
 
     @abstractmethod
     def slot(self, slot: int) -> State:
@@ -54,6 +87,25 @@ class StateCache(ABC):
         """Copy a state into host memory. On a GPU the copies are only launched."""
         return tuple(state_L.to("cpu", non_blocking=True, copy=True) for state_L in self.slot(slot))
 
+    def parts(self, arrays: Sequence[Any], ranks: int) -> list[tuple[Any, ...]]:
+        """Split a whole state's arrays into those of each rank. Raises ValueError if they do not fit."""
+        self._check_count(arrays)
+        if ranks == 1:
+            return [tuple(arrays)]
+        each = (heads.parts(array, ranks) for heads, array in zip(self.heads, arrays, strict=True))
+        return list(zip(*each, strict=True))
+
+    def _check_count(self, arrays: Sequence[Any]) -> None:
+        if len(arrays) != len(self.heads):
+            raise ValueError(f"a state has {len(self.heads)} arrays, and {len(arrays)} came")
+
+    def joined(self, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+        """Join the arrays of all ranks into those of the whole state."""
+        if len(parts) == 1:
+            return tuple(parts[0])
+        of_ranks = zip(*parts, strict=True)
+        return tuple(heads.joined(one) for heads, one in zip(self.heads, of_ranks, strict=True))
+
     @torch.inference_mode()
     def write(self, slots: Sequence[int], layers: Sequence[int], arrays: Sequence[Any]) -> None:
         """Write the state of some layers, as host arrays from `packed`, into each of `slots`. On a GPU call
@@ -63,12 +115,10 @@ class StateCache(ABC):
             ValueError: Layers, shapes or dtypes differ from this cache's.
         """
         rows = [self.layers.index(layer) for layer in layers]
-        own = self.slot(0)
-        if len(arrays) != len(own):
-            raise ValueError(f"a state has {len(own)} arrays, and {len(arrays)} came")
+        self._check_count(arrays)
         given = [
             as_tensor(array, (len(rows), *state_L.shape[1:]), state_L.dtype)
-            for state_L, array in zip(own, arrays, strict=True)
+            for state_L, array in zip(self.slot(0), arrays, strict=True)
         ]
         for slot in slots:
             for to_L, from_L in zip(self.slot(slot), given, strict=True):
@@ -97,6 +147,9 @@ class LinearStates(StateCache):
         shape = slots, len(self.layers)
         self.conv_SLWE = torch.zeros((*shape, *conv_shape), dtype=dtype, device=device)
         self.recurrent_SLHKD = torch.zeros((*shape, *recurrent_shape), dtype=torch.float32, device=device)
+        channels, (heads, _keys, dim) = conv_shape[-1], recurrent_shape
+        keys = (channels - heads * dim) // 2
+        self.heads = Heads(2, (keys, keys, heads * dim)), Heads(1, (heads,))
 
     def layer(self, layer: int) -> LayerStates:
         """Return a layer's states. Raises ValueError if it is not one of `layers`."""
@@ -111,6 +164,29 @@ class LinearStates(StateCache):
         other = LinearStates(self.layers, *shapes, slots, self.conv_SLWE.dtype, self.conv_SLWE.device)
         other.take([0], self, 0)
         return other
+
+
+class RankStates:
+    """What other processes do with the states of a decode worker's rank, on the stream of received KV.
+
+    Args:
+        cache: The rank's KV cache, which has the states.
+    """
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        assert cache.states is not None, "the model has states"
+        self._cache, self._states = cache, cache.states
+
+    def write(self, slots: Sequence[int], layers: Sequence[int], arrays: Sequence[Any]) -> None:
+        """Write this rank's part of a state (`StateCache.write`)."""
+        with self._cache.moving():
+            self._states.write(slots, layers, arrays)
+
+    def read(self, slot: int) -> tuple[Any, ...]:
+        """Return the arrays of this rank's part of a state, in host memory."""
+        with self._cache.moving():
+            copied = self._states.to_host(slot)
+        return packed(copied)
 
 
 def packed(state: State | None) -> tuple[Any, ...]:

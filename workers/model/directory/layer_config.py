@@ -113,6 +113,21 @@ class LinearConfig:
         conv, recurrent = math.prod(self.conv_shape), math.prod(self.recurrent_shape)
         return conv * number_bytes + recurrent * _FLOAT32_BYTES
 
+    def of_rank(self, ranks: int) -> LinearConfig:
+        """Return the sizes on each of `ranks` tensor-parallel ranks."""
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
+
+    def sections(self, module: str) -> tuple[int, ...]:
+        """Return the rows of q, k, v, z, beta and decay in a module's matrix. Ranks share each of them."""
+        keys, values = self.key_heads * self.key_dim, self.value_width
+        return {
+            "in_proj_qkvz": (keys, keys, values, values),
+            "in_proj_ba": (self.value_heads,) * 2,
+            "in_proj_z": (values,),
+            "in_proj_b": (self.value_heads,),
+            "in_proj_a": (self.value_heads,),
+        }.get(module, (keys, keys, values))
+
     @property
     def modules(self) -> dict[str, int]:
         """The output channels of each linear layer before the convolution."""

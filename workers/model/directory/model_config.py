@@ -138,17 +138,12 @@ class ModelConfig:
     def of_rank(self, ranks: int) -> ModelConfig:
         """Return the configuration of each rank, if there are `ranks` tensor-parallel ranks.
 
-        Raises ModelError unless KV heads and MLP columns divide evenly over ranks, and for several ranks of a
-        model with linear attention or rolling buffers.
+        Raises ModelError unless the heads of keys and values, those of linear attention's keys, and MLP
+        columns divide evenly over ranks.
         """
-        if ranks > 1 and self.linear is not None:
-            raise ModelError(
-                f"decode.tensor_parallel: {ranks} ranks cannot share {self.architecture}, whose layers with "
-                "linear attention are computed by one rank: set it to 1"
-            )
-        if ranks > 1 and self.rolling_buffer:
-            raise ModelError("model.rolling_buffer: set it to false, because only one rank can have it")
         shared = [(self.kv_heads, "key/value heads"), *((width, "MLP columns") for width in self.mlp_widths)]
+        if self.linear is not None:
+            shared.append((self.linear.key_heads, "heads of linear attention's keys"))
         for count, what in shared:
             if count % ranks:
                 raise ModelError(
@@ -160,6 +155,7 @@ class ModelConfig:
             kv_heads=self.kv_heads // ranks,
             intermediate=self.intermediate // ranks,
             mixture=None if self.mixture is None else self.mixture.of_rank(ranks),
+            linear=None if self.linear is None else self.linear.of_rank(ranks),
         )
 
     def of_layer(self, layer: int) -> ModelConfig:
@@ -230,8 +226,8 @@ class ModelConfig:
         """Return the widths of a rank's matrices that FP8 needs in multiples of 16: their inputs, and the
         channels of linear attention's convolution. Other outputs follow. Raises ModelError as `of_rank`
         does."""
-        part, linear = self.of_rank(ranks), self.linear
-        own = () if linear is None else (linear.value_width, linear.conv_channels)
+        part = self.of_rank(ranks)
+        own = () if part.linear is None else (part.linear.value_width, part.linear.conv_channels)
         return self.hidden, *part.mlp_widths, part.q_heads * self.head_dim, *own
 
     @property

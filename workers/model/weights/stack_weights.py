@@ -56,6 +56,7 @@ _ATTENTION = ("input_layernorm.", "self_attn.", f"{LINEAR}.")
 _MLP = ("post_attention_layernorm.", "mlp.")
 _FUSED_Q_GATE = ".self_attn.q_proj.weight", f".self_attn.{GATE}.weight"
 _ROTATED = ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm")
+_BY_SECTIONS = tuple(f"{module}.weight" for module in ("in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "conv1d"))
 _BY_HEADS = "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", GATE
 
 
@@ -160,6 +161,8 @@ class _Reader:
         tensor, config, module = self._read(name), self.spec.config, name.split(".")[-2]
         if module == "gate_up_proj":
             return tensor.chunk(2)
+        if config.linear is not None and f".{LINEAR}." in name and name.endswith(_BY_SECTIONS):
+            return torch.split(tensor, list(config.linear.sections(module)))
         if module != "qkv_proj":
             return (tensor,)
         rows = [heads * config.head_dim for heads in (config.q_heads, config.kv_heads, config.kv_heads)]
@@ -399,18 +402,18 @@ def _read_linear(read: _Reader, prefix: str, linear: LinearConfig) -> GatedDelta
     projections = [f"{module}{name}" for name in linear.modules]
     gates = 1 if linear.fused else 2
     width = torch.float32
-    conv_E1X = read.get(f"{module}conv1d.weight")
+    conv_E1X = read.get(f"{module}conv1d.weight", split=0)
     return GatedDeltaWeights(
         input_norm=read.input_norm(f"{prefix}input_layernorm"),
         qkvz=read.linear(*projections[:-gates], split=0),
-        ba_JC=read.get(*(f"{name}.weight" for name in projections[-gates:])),
+        ba_JC=read.get(*(f"{name}.weight" for name in projections[-gates:]), split=0),
         delta=DeltaParameters(
             conv_EX=conv_E1X[:, 0].contiguous(),
-            decay_H=-read.get(f"{module}A_log", dtype=width).exp(),
-            bias_H=read.get(f"{module}dt_bias", dtype=width),
+            decay_H=-read.get(f"{module}A_log", split=0, dtype=width).exp(),
+            bias_H=read.get(f"{module}dt_bias", split=0, dtype=width),
             norm_D=read.get(f"{module}norm.weight", dtype=width),
             eps=read.spec.config.rms_eps,
-            key_heads=linear.key_heads,
+            key_heads=linear.key_heads // read.spec.ranks,
         ),
         output=read.linear(f"{module}out_proj", split=1),
     )

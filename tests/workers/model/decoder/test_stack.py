@@ -34,6 +34,7 @@ from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import check_weights
+from deltafront.workers.model.directory.layer_config import LinearConfig
 from deltafront.workers.model.directory.model_config import SHARED, ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf, model_directory
@@ -190,7 +191,6 @@ def widths(config: ModelConfig, name: str) -> list[int]:
 
 def test_each_rank_loads_its_heads_and_columns(case: Case) -> None:
     """Each part of a fused tensor is divided among ranks separately."""
-    skip_linear_attention(case)
     spec = StackSpec(
         config=case.config,
         layers=range(6),
@@ -205,6 +205,9 @@ def test_each_rank_loads_its_heads_and_columns(case: Case) -> None:
     for rank in range(2):
         part = read_stack(case.directory, replace(spec, rank=rank, ranks=2))
         for layer in range(6):
+            if (linear := case.config.of_layer(layer).of_linear_layers) is not None:
+                check_linear(part.attentions[layer], whole.attentions[layer], linear, rank)
+                continue
             mine, theirs = part.attentions[layer].qkv.weight_OI, whole.attentions[layer].qkv.weight_OI
             assert torch.equal(mine, torch.cat([x.chunk(2)[rank] for x in theirs.split(heads)]))
             for name in ("gate_up", "shared_gate_up"):
@@ -218,14 +221,22 @@ def test_each_rank_loads_its_heads_and_columns(case: Case) -> None:
                     assert torch.equal(mine, theirs.weight_OI.chunk(2, dim=1)[rank])
 
 
-def skip_linear_attention(case: Case) -> None:
-    if case.config.linear is not None:
-        pytest.skip("several ranks do not share linear attention")
+def check_linear(mine: Any, theirs: Any, linear: LinearConfig, rank: int) -> None:
+    """Check one rank's weights of linear attention against the whole layer's."""
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    for name, rows in (("qkvz", (keys, keys, values, values)), ("conv_EX", (keys, keys, values))):
+        found, whole = (one.qkvz.weight_OI if name == "qkvz" else one.delta.conv_EX for one in (mine, theirs))
+        assert torch.equal(found, torch.cat([x.chunk(2)[rank] for x in whole.split(rows)])), name
+    heads = [x.chunk(2)[rank] for x in theirs.ba_JC.split(linear.value_heads)]
+    assert torch.equal(mine.ba_JC, torch.cat(heads))
+    assert torch.equal(mine.delta.decay_H, theirs.delta.decay_H.chunk(2)[rank])
+    assert torch.equal(mine.delta.bias_H, theirs.delta.bias_H.chunk(2)[rank])
+    assert torch.equal(mine.delta.norm_D, theirs.delta.norm_D)
+    assert torch.equal(mine.output.weight_OI, theirs.output.weight_OI.chunk(2, dim=1)[rank])
+    assert mine.delta.key_heads * 2 == theirs.delta.key_heads
 
 
 def test_logits_of_two_ranks_equal_transformers(case: Case) -> None:
-    skip_linear_attention(case)
-
     def computed(stack: LayerStack) -> torch.Tensor:
         return prefill([stack], case.ids_T, CUTS["ragged"], Pages(stack.config, [table_of(TOKENS)]))
 
@@ -359,7 +370,7 @@ def test_size_counts_the_bytes_of_the_loaded_tensors(case: Case, kind: Quantisat
         assert size.weight_bytes(config, layers, "bfloat16", kind, mlps=mlps) == loaded(layers, mlps)
     for ranks in size.rank_counts(config):
         found = size.rank_bytes(config, ranks, 0, "bfloat16", kind)
-        states = config.state_bytes(range(6), 2)
+        states = config.of_rank(ranks).state_bytes(range(6), 2)
         assert found - states == loaded(range(6), range(6), ranks)
 
 

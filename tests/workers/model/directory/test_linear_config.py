@@ -167,8 +167,13 @@ def test_stages_count_a_last_layer_with_linear_attention_completely(
     assert counted[-2:] == (complete if last == LINEAR else [config.qkv_matrices + head, 0])
 
 
-def test_refuses_to_share_linear_attention_among_ranks(tmp_path: Path) -> None:
+def test_ranks_share_the_heads_of_linear_attention(tmp_path: Path) -> None:
     config = read(tmp_path)
     assert config.of_rank(1) == config
-    with pytest.raises(ModelError, match=r"tensor_parallel: 2 ranks cannot share .* linear attention"):
-        config.of_rank(2)
+    part = config.of_rank(2)
+    assert config.linear is not None and part.linear is not None
+    assert (part.linear.key_heads, part.linear.value_heads) == (1, 3)
+    assert 2 * part.linear.conv_channels == config.linear.conv_channels
+    assert 2 * part.state_bytes(range(8), 2) == config.state_bytes(range(8), 2)
+    with pytest.raises(ModelError, match="cannot share the model's 3 heads of linear attention's keys"):
+        replace(config, linear=replace(config.linear, key_heads=3)).of_rank(2)
