@@ -263,8 +263,6 @@ class ServiceConfig(BaseModel):
         if decode.recompute_blocks:
             why = f"a model with {states} recomputes no blocks, since its states have none"
             yield f"decode.recompute_blocks = {decode.recompute_blocks}: must be 0: {why}"
-        if decode.store:
-            yield f"decode.store: must be empty, because states of {states} are not saved"
         if self.door.shadow:
             yield f"door.shadow: must be 0 with {states}"
         if decode.state_slots < LEAST_SLOTS:

@@ -149,7 +149,7 @@ class Rank(Protocol):
     async def state(self, work: str, *arguments: Any) -> Any:
         """Call the method `work` of this rank's `RankStates`, after all calls that `compute` has sent."""
 
-    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+    async def stored(self, work: str, name: bytes, slots: Sequence[int], state: int) -> None:
         """Save host-memory slots to a file, load them from it, or remove the file (`HostMemory.stored`).
         Raises StoreError."""
 

@@ -455,11 +455,6 @@ HYBRID = ENGINE_SHAPES["next-16"]
             "decode.recompute_blocks = 8: must be 0: .* recomputes no blocks",
         ),
         ("decode", {"host_cache_gib": 0.05}, r"decode.host_cache_gib = 0.05: must be 0, or at least 0.\d+"),
-        (
-            "decode",
-            {"host_cache_gib": 9.0, "store": "/kv"},
-            "decode.store: must be empty, because states .* not saved",
-        ),
         ("decode", {"state_slots": 3}, "decode.state_slots = 3: must be at least 4"),
         ("decode", {"delta_layers": [3, 4]}, r"decode.delta_layers names \[4\], which have linear attention"),
         ("decode", {"tensor_parallel": 4}, "decode.tensor_parallel: 4 ranks cannot share the model's 2 key"),
@@ -486,11 +481,6 @@ ROLLING = replace(SHAPES["8b"], sliding_window=1024, window_layers=(0, 1, 2, 4, 
     ("section", "values", "says"),
     [
         ("decode", {"recompute_blocks": 8}, "must be 0: a model with rolling buffers recomputes no blocks"),
-        (
-            "decode",
-            {"host_cache_gib": 9.0, "store": "/kv"},
-            "states of rolling buffers are not saved",
-        ),
         ("decode", {"state_slots": 3}, "decode.state_slots = 3: must be at least 4"),
         ("door", {"shadow": 0.1}, "door.shadow: must be 0 with rolling buffers"),
         ("prefill", {"stages": 16}, "prefill.stages = 16: a stage would have rolling buffers alone"),

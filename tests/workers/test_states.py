@@ -104,6 +104,7 @@ class StateBench(Bench):
 
     def __init__(self, engine: DecodeEngine, model: ModelSpec, stages: int) -> None:
         super().__init__(engine, engine._stack)
+        self.ranks = 1 + len(engine._ranks)
         self.receiver = ToEngine(engine, asyncio.get_running_loop())
         self.source = FromEngine(engine, asyncio.get_running_loop())
         config = PrefillConfig(stages=stages, **SIZES)

@@ -1,15 +1,19 @@
-"""Prompts continue from states that come back from host memory, with answers equal to transformers'."""
+"""Prompts continue from states that come back from host memory or from disk, with answers equal to
+transformers'."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deltafront.workers.decode.engine import DecodeEngine
-from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.kv.pages.store_tier import GROUP_PAGES
+from deltafront.workers.messages.events import FinishReason, Prefix
+from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
 
 from .keys import key_of
 from .test_states import SPACING, Expected, StateBench, expected, model, prompt, served
@@ -141,3 +145,95 @@ async def test_whatever_came_back_answers_equal_those_read_anew(
             said.append([*ids, *answer.ids])
         await push_out(run, draw.randrange(12))
     assert came, "host memory should be used"
+
+
+GROUP = GROUP_PAGES * 16
+
+
+async def saved(run: StateBench) -> None:
+    await copied(run)
+    store = run.engine._tiers.store
+    while store.busy:
+        await asyncio.sleep(0.001)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+async def test_a_later_worker_continues_from_a_state_on_disk(
+    served: Any, expected: Expected, tmp_path: Path, by_group: bool
+) -> None:
+    kept = ROOM | {"store": str(tmp_path)}
+    first, document = await served(**kept), prompt(2 * GROUP + 70)
+    await first.read("first", document)
+    await saved(first)
+    groups = first.engine._tiers.store
+    assert (len(groups), len(groups._with_state), len(files(tmp_path))) == (2, 2, 4 * first.ranks)
+    second = await served(**kept)
+    other = document[: 2 * GROUP + 20] + prompt(40, seed=2)
+    prefix = await second.engine.find_prefix(key_of(other))
+    assert prefix == Prefix(tokens=2 * GROUP, disk_tokens=2 * GROUP, has_state=True, group_tokens=2 * GROUP)
+    go_on = second.group_goes_on if by_group else second.go_on
+    assert (await go_on("other", other, 2 * GROUP)).ids == expected(other)
+    short = document[: GROUP + 100] + prompt(9, seed=3)
+    assert await second.found(short) == GROUP, "the state at its end is only on disk"
+    assert (await second.go_on("short", short, GROUP)).ids == expected(short)
+    assert await second.found(document[:GROUP]) == 0, "its last token must be computed"
+
+
+async def test_a_prefix_on_disk_ends_where_a_state_is(
+    served: Any, expected: Expected, tmp_path: Path
+) -> None:
+    """The states of a group are lost, changed, or were never saved."""
+    kept, document = ROOM | {"store": str(tmp_path)}, prompt(2 * GROUP + 70)
+    first = await served(**kept)
+    await first.read("first", document)
+    await saved(first)
+    names = first.engine._tiers.store._with_state
+    last = max(names, key=lambda name: first.engine._manager.pool.prefix_cache.page_of(name) or 0)
+    memory = first.engine._tiers._memory
+    await memory.stored("remove", last + b"state", (), 0)
+    (gone,) = {*names} - {last}
+    second = await served(**kept)
+    found = await second.found(document)
+    assert found in (GROUP, 2 * GROUP)
+    assert (await second.go_on("again", document, found)).ids == expected(document)
+    await memory.stored("remove", gone + b"state", (), 0)
+    third = await served(**kept)
+    assert await third.found(document) == 0
+
+
+async def test_a_changed_file_of_a_state_is_a_miss(served: Any, expected: Expected, tmp_path: Path) -> None:
+    kept, document = ROOM | {"store": str(tmp_path)}, prompt(GROUP + 70)
+    first = await served(**kept)
+    await first.read("first", document)
+    await saved(first)
+    second = await served(**kept)
+    assert await second.found(document) == GROUP
+    for file in files(tmp_path):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    reserved = await second.engine.reserve(
+        Reservation(
+            request_id="again", owner="me", new_tokens=70, max_tokens=1, prefix_tokens=GROUP, reads_rest=True,
+            key=key_of(document),
+        )
+    )  # fmt: skip
+    assert isinstance(reserved, Refused) and reserved.reason is RefusalReason.NO_PREFIX
+    assert await second.found(document) == 0
+    assert (await second.read("anew", document)).ids == expected(document)
+
+
+async def test_disk_has_room_for_groups_and_their_states(served: Any, tmp_path: Path) -> None:
+    kept = ROOM | {"store": str(tmp_path)}
+    run = await served(**kept)
+    store = run.engine._tiers.store
+    store._room = 2 * (1 + store._state_groups)
+    for seed in range(4):
+        await run.read(f"r{seed}", prompt(GROUP + 70, seed))
+        await saved(run)
+        assert store._used <= store._room
+    assert len(store) == len(store._with_state) == 2 and len(files(tmp_path)) == 4 * run.ranks

@@ -240,9 +240,9 @@ class FollowerRank:
             return self._host.copy_state(*arguments)
         return getattr(RankStates(self._runner.cache), work)(*arguments)
 
-    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+    async def stored(self, work: str, name: bytes, slots: Sequence[int], state: int) -> None:
         assert self._host is not None
-        await self._host.stored(work, name, slots)
+        await self._host.stored(work, name, slots, state)
 
     def close(self) -> None:
         with said_when_slow(lambda: "the threads of a decode worker's rank, to close it"):

@@ -76,7 +76,9 @@ class Tiers:
         if memory.files is not None:
             groups = max(1, room // GROUP_PAGES)
             files = memory.files
-            self.store = StoreTier(self.host, memory.stored, files.date, files.saved(), groups, clock)
+            state_groups = -(-memory.state_bytes // (memory.page_bytes * GROUP_PAGES))
+            found = files.saved()
+            self.store = StoreTier(self.host, memory.stored, files.date, found, groups, clock, state_groups)
         requests.manager.host = self.host
         self.under_way = KeptTasks()
         self._loading: set[str] = set()
@@ -101,16 +103,21 @@ class Tiers:
         disk."""
         if self.store is None:
             return self._requests.manager.prefix(key)
-        pages, slots, exact = self._requests.manager.find(key)
-        near, on_disk, seconds = len(pages) + len(slots), 0, 0.0
-        groups, also_exact = self.store.find(key, near)
+        prefix = self._requests.manager.prefix(key) or Prefix(tokens=0, has_state=self._states is not None)
+        near = prefix.tokens // PAGE_TOKENS
+        groups, exact = self.store.find(key, near)
         if groups:
             on_disk = len(groups) * GROUP_PAGES - near % GROUP_PAGES
-            seconds, exact = self.store.seconds(on_disk), exact and also_exact
-        if not near + on_disk:
-            return None
-        tokens = (near + on_disk) * PAGE_TOKENS
-        return Prefix(tokens=tokens, exact=exact, disk_tokens=on_disk * PAGE_TOKENS, disk_s=seconds)
+            tokens = (near + on_disk) * PAGE_TOKENS
+            prefix = replace(
+                prefix,
+                tokens=tokens,
+                exact=prefix.exact and exact,
+                disk_tokens=on_disk * PAGE_TOKENS,
+                disk_s=self.store.seconds(on_disk),
+                group_tokens=tokens if prefix.has_state else 0,  # a group of pages is whole blocks
+            )
+        return prefix if prefix.tokens else None
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """Load a request's prefix from disk into host memory, then reserve its pages.

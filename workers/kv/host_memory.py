@@ -35,6 +35,7 @@ class HostMemory:
         self._rows = {layer: row for row, layer in enumerate(cache.layers)}
         own = () if cache.states is None else cache.states.slot(0)
         self._states = [_pinned((state_slots, *state_L.shape), state_L) for state_L in own]
+        self.state_bytes = state_bytes(cache)
         self._threads = ThreadPoolExecutor(AT_ONCE, "decode-store")
         self.sides = [_pinned((len(side), slots, *side.shape[2:]), side) for side in cache.sides]
 
@@ -65,30 +66,33 @@ class HostMemory:
                 target, source = (on_device, on_host) if back else (on_host, on_device)
                 target.copy_(source, non_blocking=True)
 
-    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
-        """Save slots to the file of a page group, load them from it, or remove the file.
+    async def stored(self, work: str, name: bytes, slots: Sequence[int], state: int = 0) -> None:
+        """Save slots to the file of a page group or state, load them from it, or remove the file.
 
         Args:
             work: `save`, `load` or `remove`.
-            name: The name of the group (see `store_tier`).
+            name: The name of the group or state (see `store_tier`).
             slots: The host-memory slots to save, or to load into.
+            state: The slot of a state, in place of `slots`; 0: pages are meant.
         Raises:
             StoreError: The file cannot be used.
         """
         assert self.files is not None
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, self._stored, self.files, work, name, slots)
+        await loop.run_in_executor(self._threads, self._stored, self.files, work, name, slots, state)
 
-    def _stored(self, files: KVFiles, work: str, name: bytes, slots: Sequence[int]) -> None:
+    def _stored(self, files: KVFiles, work: str, name: bytes, slots: Sequence[int], state: int) -> None:
         if work == "remove":
             files.remove(name)
             return
-        slots_N = torch.tensor(slots)
+        own, dim, slots_N = self.sides, 1, torch.tensor(slots)
+        if state:
+            own, dim, slots_N = self._states, 0, torch.tensor([state - 1])
         if work == "save":
-            files.save(name, [side.index_select(1, slots_N) for side in self.sides])
+            files.save(name, [side.index_select(dim, slots_N) for side in own])
             return
-        for side, loaded in zip(self.sides, files.load(name), strict=True):
-            side.index_copy_(1, slots_N, loaded)
+        for side, loaded in zip(own, files.load(name), strict=True):
+            side.index_copy_(dim, slots_N, loaded)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -108,6 +112,7 @@ class RanksMemory:
     ) -> None:
         self.slots, self.files, self.state_slots = own.slots, own.files, own.state_slots
         self.page_bytes = page_bytes(own.sides) * (1 + len(ranks))
+        self.state_bytes = own.state_bytes * (1 + len(ranks))
         self._own, self._thread, self._ranks, self._lose = own, thread, ranks, lose
 
     async def move(self, runs: Runs, layers: range, back: bool) -> None:
@@ -121,10 +126,10 @@ class RanksMemory:
         own = loop.run_in_executor(self._thread, self._own.copy_state, slot, kept, back)
         await self._all(own, [rank.state("move", slot, kept, back) for rank in self._ranks])
 
-    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+    async def stored(self, work: str, name: bytes, slots: Sequence[int], state: int) -> None:
         """Run `HostMemory.stored` on every rank. Raises StoreError."""
-        others = [rank.stored(work, name, slots) for rank in self._ranks]
-        await self._all(self._own.stored(work, name, slots), others)
+        others = [rank.stored(work, name, slots, state) for rank in self._ranks]
+        await self._all(self._own.stored(work, name, slots, state), others)
 
     async def _all(self, own: Awaitable[None], others: Sequence[Awaitable[None]]) -> None:
         outcomes = await asyncio.gather(own, *others, return_exceptions=True)
@@ -168,6 +173,8 @@ def kv_form(cache: PagedKVCache, digest: str) -> str:
     Saved KV is loaded only into a cache with an equal string.
     """
     shapes = [(tuple(side.shape[2:]), str(side.dtype)) for side in cache.sides]
+    if cache.states is not None:
+        shapes += [(tuple(state_L.shape), str(state_L.dtype)) for state_L in cache.states.slot(0)]
     return repr((digest, str(cache.model_dtype), cache.layers, shapes, cache.heads, cache.model_heads))
 
 

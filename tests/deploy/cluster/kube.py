@@ -137,6 +137,11 @@ def small(folder: Path, changes: Mapping[str, Mapping[str, Any]], *components: s
         }
         for group, memory in groups.items()
     ]
+    # An old replica drains when `drain_s` and 20 s of the deadline are left: here after 50 s, not after 200.
+    hooks = [
+        f"/spec/rayClusterConfig/workerGroupSpecs/{n}/template/spec/containers/0/lifecycle" for n in (1, 2)
+    ]
+    sizes += [{"op": "replace", "path": f"{one}/preStop/exec/command/3", "value": "90"} for one in hooks]
     if "autoscaling" in components:  # the sample waits for five minutes before an empty pod goes
         idle = "/spec/rayClusterConfig/autoscalerOptions/idleTimeoutSeconds"
         sizes.append({"op": "replace", "path": idle, "value": 20})

@@ -112,10 +112,10 @@ async def test_disconnect_during_a_disk_load_frees_everything(started: Any, give
     store, began, may_go_on = run.engine._tiers.store, asyncio.Event(), asyncio.Event()
     stored = store._stored
 
-    async def slowly(work: str, name: bytes, slots: Sequence[int]) -> None:
+    async def slowly(work: str, name: bytes, slots: Sequence[int], state: int) -> None:
         began.set()
         await may_go_on.wait()
-        await stored(work, name, slots)
+        await stored(work, name, slots, state)
 
     store._stored = slowly
     given = {"key": key_of(DOCUMENT), "prefix_tokens": 2 * GROUP, "reads_rest": True, "owner": "me"}

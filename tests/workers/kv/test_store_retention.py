@@ -65,7 +65,7 @@ class Disk:
     async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
         raise AssertionError("nothing comes from pages here")
 
-    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+    async def stored(self, work: str, name: bytes, slots: Sequence[int], _state: int) -> None:
         await asyncio.sleep(0)
         if work == "save":
             self.files[name] = [self.on_host[slot] for slot in slots]

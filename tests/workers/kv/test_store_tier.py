@@ -62,7 +62,7 @@ class Setup:
     async def no_move(self, *_arguments: Any) -> None:
         raise AssertionError("nothing is in pages")
 
-    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+    async def stored(self, work: str, name: bytes, slots: Sequence[int], _state: int) -> None:
         if work == "remove":
             self.files.pop(name, None)
             return
@@ -80,7 +80,7 @@ class Setup:
         for place, slot in enumerate(slots, start=len(letters) - GROUP):
             self.on_host[slot] = letters[: place + 1]
 
-    async def saves(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+    async def saves(self, work: str, name: bytes, slots: Sequence[int], _state: int) -> None:
         """Save or remove a group, in place of `stored`."""
         await asyncio.sleep(0)
         if work == "save":

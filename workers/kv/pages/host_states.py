@@ -56,6 +56,10 @@ class HostStates:
         """True while states wait to be copied to host memory."""
         return self._wake.is_set()
 
+    def has(self, name: bytes) -> bool:
+        """Return whether a state is cached here or on the GPU."""
+        return name in self._on_gpu
+
     def _offer(self, name: bytes) -> None:
         self._offered.append(name)
         self._wake.set()

@@ -4,6 +4,9 @@ A file holds a group: `GROUP_PAGES` pages of a prompt, starting at a multiple of
 the name and the retention of its last page. It is saved once all of its pages are in host memory, and loaded
 into host memory when a prompt needs pages that are only on disk. A `PrefixCache` of groups chooses which to
 evict. Only the event loop's thread uses this module.
+
+A state whose block ends a group has a file beside the group's, and leaves with it. A prompt continues from
+the last group with a state.
 """
 
 import asyncio
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from deltafront.workers.kv.pages.eviction import CachedBlock
+from deltafront.workers.kv.pages.host_states import HostStates
 from deltafront.workers.kv.pages.host_tier import HostTier
 from deltafront.workers.kv.pages.pool import OutOfPages
 from deltafront.workers.kv.pages.prefix_cache import PrefixCache
@@ -24,8 +28,11 @@ GROUP_PAGES = 16
 AT_ONCE = 8
 """Maximum number of groups of one prompt that are loaded at the same time."""
 
-Stored = Callable[[str, bytes, Sequence[int]], Awaitable[None]]
-"""Runs `HostMemory.stored` on every rank: `save`, `load` or `remove` of a group by name. Raises
+_STATE = b"state"
+"""What follows a group's name in the name of its state."""
+
+Stored = Callable[[str, bytes, Sequence[int], int], Awaitable[None]]
+"""Runs `HostMemory.stored` on every rank: `save`, `load` or `remove` of a group or state by name. Raises
 StoreError."""
 
 Date = Callable[[Sequence[tuple[bytes, float]]], None]
@@ -57,9 +64,10 @@ class StoreTier:
     """The prefix cache's tier on disk, below the `HostTier`.
 
     Args:
-        saved: The page groups found on disk, from `KVFiles.saved`.
+        saved: The page groups and states found on disk, from `KVFiles.saved`.
         room: Maximum number of page groups.
         clock: Returns seconds: the clock that `HostTier` has.
+        state_groups: The size of a state in page groups, rounded up.
     """
 
     def __init__(
@@ -70,9 +78,13 @@ class StoreTier:
         saved: Iterable[tuple[bytes, float]],
         room: int,
         clock: Callable[[], float],
+        state_groups: int = 0,
     ) -> None:
         self._clock = clock
         self._back, self._back_s = 0, 0.0
+        self._states, self._state_groups = host.states, state_groups
+        self._with_state: set[bytes] = set()
+        """The names of groups with a state on disk."""
         self.lost = 0
         """Number of groups that could not be saved or loaded."""
         self._host, self._stored, self._date, self._room = host, stored, date, room
@@ -85,7 +97,14 @@ class StoreTier:
         self._loading: dict[bytes, _Loading] = {}
         self._wake = asyncio.Event()
         for name, retain_s in saved:
-            self._groups.unpin([self._hold(name, retain_s)])
+            if name.endswith(_STATE):
+                self._with_state.add(name.removesuffix(_STATE))
+            else:
+                self._groups.unpin([self._hold(name, retain_s)])
+        self._orphans = [name for name in self._with_state if self._groups.page_of(name) is None]
+        self._with_state -= {*self._orphans}
+        if self._orphans:
+            self._wake.set()
         host.on_kept = self._offer
 
     def __len__(self) -> int:
@@ -97,25 +116,36 @@ class StoreTier:
         return self._wake.is_set()
 
     def find(self, key: PromptKey, first: int) -> tuple[list[bytes], bool]:
-        """Find the groups on disk that hold a prompt's pages from page `first` on.
+        """Find the groups on disk that hold a prompt's pages from page `first` on. If the model has states,
+        the last of them has one, before the prompt's last token.
 
         Returns:
             The names of the first groups, limited to what fits into host memory, and whether all of them were
             prefilled densely.
         """
         names: list[bytes] = []
-        for group in range(first // GROUP_PAGES, len(key.chain) // (LINK_BYTES * GROUP_PAGES)):
-            end = (group + 1) * GROUP_PAGES * LINK_BYTES
-            link = key.chain[end - LINK_BYTES : end]
-            named = (root + link for root in (key.root, key.exact_root))
+        pages = len(key.chain) // LINK_BYTES - (self._states is not None and not key.tail)
+        for group in range(first // GROUP_PAGES, pages // GROUP_PAGES):
+            named = self._names_at(key, (group + 1) * GROUP_PAGES)
             name = next((one for one in named if self._groups.page_of(one) is not None), b"")
             if not name or (len(names) + 1) * GROUP_PAGES > self._host.pool.total:
                 break
             names.append(name)
+        while names and self._states is not None and not self._has_state(names[-1], self._states):
+            names.pop()
         return names, all(name.startswith(key.exact_root) for name in names)
 
+    def _names_at(self, key: PromptKey, pages: int) -> list[bytes]:
+        """Return the names that the group which ends after this many of a prompt's pages may have."""
+        link = key.chain[(pages - 1) * LINK_BYTES : pages * LINK_BYTES]
+        return [root + link for root in (key.root, key.exact_root)]
+
+    def _has_state(self, name: bytes, states: HostStates) -> bool:
+        return name in self._with_state or states.has(name)
+
     async def load(self, key: PromptKey, on_gpu: int, pages: int) -> tuple[list[int], int]:
-        """Load a prompt's pages `on_gpu` .. `pages`-1 into host memory, except those that are already there.
+        """Load a prompt's pages `on_gpu` .. `pages`-1 and the state after them into host memory, except what
+        is already there.
 
         If another request is loading a group, wait for it. Only the worker's shutdown cancels a load.
 
@@ -132,6 +162,8 @@ class StoreTier:
         free = asyncio.Semaphore(AT_ONCE)
         loaded = await asyncio.gather(*(self._load(free, key, *group) for group in numbered))
         self._use([name for name, slots in zip(names, loaded, strict=False) if slots])
+        for name in self._names_at(key, pages):
+            await self._load_state(name)
         held += [slot for slots in loaded for slot in slots]
         in_a_row = sum(len(slots) for slots in takewhile(bool, loaded))
         brought = max(0, min(in_a_row - first % GROUP_PAGES, pages - first))
@@ -170,7 +202,7 @@ class StoreTier:
             except OutOfPages:
                 return ()
             try:
-                await self._stored("load", name, slots)
+                await self._stored("load", name, slots, 0)
             except StoreError as error:
                 log.warning("cached KV is prefilled again: %s", error)
                 pool.release(slots)
@@ -183,15 +215,34 @@ class StoreTier:
         pool.prefix_cache.add(root, key.chain, (0,) * start + slots, self._retain_s(name), start)
         return slots
 
+    async def _load_state(self, name: bytes) -> None:
+        """Load a group's state into host memory, if it is on disk and nowhere else and a slot is free."""
+        states = self._states
+        if states is None or name not in self._with_state or states.has(name) or not states.slots.free:
+            return
+        (slot,) = states.slots.take(1)
+        try:
+            await self._stored("load", name + _STATE, (), slot)
+            states.slots.cache(name, slot)
+        except StoreError as error:
+            self.lost += 1
+            log.warning("a cached state is computed again: %s", error)
+            await self._remove_state(name)
+        finally:
+            states.slots.release([slot])
+
     async def run(self) -> None:
         """Save offered groups, and update the dates of used groups, until cancelled."""
         while True:
             await self._wake.wait()
+            while self._orphans:  # their groups' files were removed by another worker
+                await self._remove_state(self._orphans.pop())
             while self._offered or self._undated:
                 offered = sorted(self._offered, key=lambda block: block.place)
                 self._offered = []
                 for block in offered:
                     await self._save(block)
+                    await self._save_state(block.name)
                 self._use([block.name for block in offered])
                 await self._date_used()
             self._wake.clear()
@@ -213,9 +264,9 @@ class StoreTier:
             return
         pool.incref(slots)  # now, since the slots could be evicted while room is made on disk
         try:
-            if not await self._make_room():
+            if not await self._make_room(1):
                 return
-            await self._stored("save", block.name, slots)
+            await self._stored("save", block.name, slots, 0)
         except StoreError as error:
             self.lost += 1
             log.warning("KV is not saved: %s", error)
@@ -224,11 +275,35 @@ class StoreTier:
             pool.release(slots)
         self._hold(block.name, retain_s)
 
-    async def _make_room(self) -> bool:
-        excess = len(self._groups) - self._room + 1
-        for number in self._groups.evict(min(max(0, excess), self._groups.evictable)):
+    async def _save_state(self, name: bytes) -> None:
+        """Save the state of a group on disk, if host memory has one."""
+        states, number = self._states, self._groups.page_of(name)
+        if states is None or number is None or name in self._with_state:
+            return
+        if (slot := states.slots.find(name)) is None:
+            return
+        self._groups.pin([number])  # else it could be evicted for its own state
+        states.slots.incref(slot)
+        try:
+            if await self._make_room(self._state_groups):
+                await self._stored("save", name + _STATE, (), slot)
+                self._with_state.add(name)
+        except StoreError as error:
+            self.lost += 1
+            log.warning("a state is not saved: %s", error)
+        finally:
+            states.slots.release([slot])
+            self._groups.unpin([number])
+
+    @property
+    def _used(self) -> int:
+        return len(self._groups) + len(self._with_state) * self._state_groups
+
+    async def _make_room(self, groups: int) -> bool:
+        while self._used + groups > self._room and self._groups.evictable:
+            (number,) = self._groups.evict(1)
             await self._remove(self._names.pop(number))
-        return len(self._groups) < self._room
+        return self._used + groups <= self._room
 
     def _hold(self, name: bytes, retain_s: float) -> int:
         """Add a group if it is new, retain it for `retain_s`, and pin it. Returns the group's number."""
@@ -300,7 +375,16 @@ class StoreTier:
         await self._remove(name)
 
     async def _remove(self, name: bytes) -> None:
+        if name in self._with_state:
+            await self._remove_state(name)
+        await self._remove_file(name)
+
+    async def _remove_state(self, name: bytes) -> None:
+        self._with_state.discard(name)
+        await self._remove_file(name + _STATE)
+
+    async def _remove_file(self, name: bytes) -> None:
         try:
-            await self._stored("remove", name, ())
+            await self._stored("remove", name, (), 0)
         except StoreError as error:
             log.warning("KV stays on disk: %s", error)
