@@ -43,7 +43,7 @@ ROOMS = {
     "workers.model.grammars": "workers.model.directory",
     "workers.model.weight_bytes": "workers.model.directory",
     "workers.model.directory": """kernels.constants workers.settings workers.model.families
-        workers.model.family_registry workers.model.layer_shares workers.model.weights.gguf_convert
+        workers.model.family_registry workers.model.layer_shares workers.model.weights.gguf.convert
         workers.model.weights.tekken""",
     "workers.model.weights": """workers.settings workers.progress workers.model.family_registry
         workers.model.layer_shares workers.model.adapter workers.model.directory kernels""",

@@ -17,7 +17,7 @@ from deltafront.service.door.reasoning import ReasoningSplitter
 from deltafront.service.request.answers import AnswerPart
 from deltafront.service.request.text.detokenize import AnswerText, Detokenizer
 from deltafront.service.request.text.thoughts import is_open
-from deltafront.workers.model.weights.gguf_tokenizer import tokenizer_json
+from deltafront.workers.model.weights.gguf.tokenizer import tokenizer_json
 
 from ...workers.vocabularies import FAMILIES, Metadata
 from ..fakes import EOS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from deltafront.workers.model.directory.model_files import (
@@ -127,6 +128,18 @@ class LinearConfig:
             "in_proj_b": (self.value_heads,),
             "in_proj_a": (self.value_heads,),
         }.get(module, (keys, keys, values))
+
+    def rows_by_kind(self, module: str) -> list[int]:
+        """Return the order of a fused matrix's rows in which all q come first, then all k, v and z, or all
+        beta, then all decays. A checkpoint has them by key heads."""
+        widths = [width // self.key_heads for width in self.sections(module)]
+        starts, group = [0, *accumulate(widths)], sum(widths)
+        return [
+            head * group + row
+            for start, width in zip(starts, widths, strict=False)
+            for head in range(self.key_heads)
+            for row in range(start, start + width)
+        ]
 
     @property
     def modules(self) -> dict[str, int]:

@@ -153,7 +153,7 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
     target = root / f"{_sha256(*gguf_parts(path))[:16]}-v{_FORMAT}"
     if target.is_dir():
         return target
-    from deltafront.workers.model.weights.gguf_convert import convert_gguf  # imports torch
+    from deltafront.workers.model.weights.gguf.convert import convert_gguf  # imports torch
 
     try:
         root.mkdir(parents=True, exist_ok=True)

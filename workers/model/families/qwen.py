@@ -5,6 +5,12 @@ from deltafront.workers.model.families.family import Family, GgufNames
 
 _WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 _SHARED = {"mlp.shared_expert": "mlp.shared_experts", "mlp.shared_expert_gate": "mlp.shared_gate"}
+_SHARED_GGUF = GgufNames(
+    architecture="qwen2moe",
+    tensors={"ffn_gate_inp_shexp": "mlp.shared_gate"},
+    keys={"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    rows=("mlp.shared_gate.weight",),
+)
 
 QWEN2 = Family(
     name="Qwen2, Qwen2.5",
@@ -61,12 +67,7 @@ QWEN2_MOE = Family(
     fixed={"o_bias": False},
     keys={"qkv_bias": "attention_bias"},
     tensors=_SHARED,
-    gguf=GgufNames(
-        architecture="qwen2moe",
-        tensors={"ffn_gate_inp_shexp": "mlp.shared_gate"},
-        keys={"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        rows=("mlp.shared_gate.weight",),
-    ),
+    gguf=_SHARED_GGUF,
 )
 MELLUM = Family(
     name="Mellum 2, mixtures of experts",
@@ -140,6 +141,7 @@ QWEN3_5 = Family(
     fixed=_HYBRID_FIXED,
     unread=_HYBRID_UNREAD,
     yarn={262_144: 262_144},
+    gguf=GgufNames(architecture="qwen35", adds_offset=True),
 )
 QWEN3_5_MOE = Family(
     name="Qwen3.5, mixtures of experts",
@@ -154,6 +156,7 @@ QWEN3_5_MOE = Family(
     unread=_HYBRID_UNREAD,
     stacks_experts="halves",
     yarn={262_144: 262_144},
+    gguf=replace(_SHARED_GGUF, architecture="qwen35moe", adds_offset=True),
 )
 QWEN3_NEXT = Family(
     name="Qwen3-Next",
@@ -176,4 +179,5 @@ QWEN3_NEXT = Family(
     stacks_experts="halves",
     fuses_linear=True,
     yarn={262_144: 262_144},
+    gguf=replace(_SHARED_GGUF, architecture="qwen3next", adds_offset=True),
 )

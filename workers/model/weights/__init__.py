@@ -1,2 +1,2 @@
 """Loads weight files into matrices on the device. `stack_weights` reads a stage's share from `sources`.
-`gguf_*` convert GGUF files, and `tekken` converts Mistral's tokenizers."""
+`gguf` converts GGUF files, and `tekken` converts Mistral's tokenizers."""

@@ -17,7 +17,7 @@ from deltafront.workers.model.directory.quantised import Quantised, is_ignored, 
 from deltafront.workers.model.directory.text_part import ExpertPart, expert_parts, own_names, text_config
 from deltafront.workers.model.family_registry import family_of
 from deltafront.workers.model.weights.dequantise import dequantised
-from deltafront.workers.model.weights.gguf_source import GgufSource
+from deltafront.workers.model.weights.gguf.source import GgufSource
 
 
 class WeightSource(Protocol):

@@ -224,7 +224,7 @@ class _Reader:
         if config.head_padding and f"self_attn.{module}." in name and module in _BY_HEADS:
             tensor = self._padded(tensor, dim=1 if module == "o_proj" else 0)
         if config.linear is not None and module in ("in_proj_qkvz", "in_proj_ba"):
-            return tensor[rows_by_kind(config.linear, module)]
+            return tensor[torch.tensor(config.linear.rows_by_kind(module))]
         if self._channels_D is None or module not in _ROTATED:
             return tensor
         heads = tensor.view(-1, config.head_dim, *tensor.shape[1:])
@@ -283,17 +283,6 @@ def rotary_order(config: ModelConfig) -> torch.Tensor | None:
     first, second = (rotated[::2], rotated[1::2]) if config.interleaved_rope else rotated.chunk(2)
     before, after = torch.split(still, [(dim - turned) // 2] * 2)
     return torch.cat([first, before, second, after])
-
-
-def rows_by_kind(linear: LinearConfig, module: str) -> torch.Tensor:
-    """Return the order of a fused matrix's rows in which all q come first, then all k, v and z, or all beta,
-    then all decays. A checkpoint has them by key heads."""
-    group = linear.value_heads // linear.key_heads
-    widths = [group] * 2
-    if module == "in_proj_qkvz":
-        widths = [linear.key_dim] * 2 + [group * linear.value_dim] * 2
-    rows = torch.arange(linear.key_heads * sum(widths)).view(linear.key_heads, -1)
-    return torch.cat([part.flatten() for part in torch.split(rows, widths, dim=1)])
 
 
 def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> StackWeights:

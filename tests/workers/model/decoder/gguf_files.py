@@ -43,6 +43,10 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool, str]] = {
     "olmoe": (gguf.MODEL_ARCH.OLMOE, False, "dbrx"),
     "dots1": (gguf.MODEL_ARCH.DOTS1, False, "qwen2"),
     "arcee": (gguf.MODEL_ARCH.ARCEE, True, "llama-bpe"),
+    "qwen3.5": (gguf.MODEL_ARCH.QWEN35, False, "qwen35"),
+    "qwen3.5-ends-linear": (gguf.MODEL_ARCH.QWEN35, False, "qwen35"),
+    "qwen3.5-moe": (gguf.MODEL_ARCH.QWEN35MOE, False, "qwen35"),
+    "qwen3-next": (gguf.MODEL_ARCH.QWEN3NEXT, False, "qwen2"),
 }
 """By case: llama.cpp's architecture, True if its converter interleaves the halves of q's and k's heads, and
 llama.cpp's name of the pre-tokenizer (`default`: the vocabulary is sentencepiece's)."""
@@ -131,6 +135,59 @@ def add_vocabulary(writer: gguf.GGUFWriter, pre: str, size: int) -> None:
         writer.add_token_merges([" ".join(letters[:2])])
 
 
+def add_linear_attention(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    values = raw["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(raw["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(raw["linear_key_head_dim"])
+    writer.add_ssm_group_count(raw["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(values)
+    writer.add_ssm_inner_size(values * raw["linear_value_head_dim"])
+    if raw["layer_types"][-1] == "full_attention":
+        writer.add_full_attention_interval(1 + raw["layer_types"].index("full_attention"))
+    else:  # as from a pruned model, whose intervals differ
+        writer.add_full_attention_interval(4)
+        recurrent = [kind == "linear_attention" for kind in raw["layer_types"]]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+    if raw["model_type"] != "qwen3_next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def linear_tensors(tensors: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Change the tensors of linear attention as the converter does: decays in place of their logarithms,
+    qkvz in two parts without key heads in between, and tiled value heads in Qwen3.5's files."""
+    keys, values = raw["linear_num_key_heads"], raw["linear_num_value_heads"]
+    dims = raw["linear_key_head_dim"], raw["linear_value_head_dim"]
+    split, group = 2 * keys * dims[0], values // keys
+    made: dict[str, Any] = {}
+
+    def tiled(x: torch.Tensor, width: int) -> torch.Tensor:
+        by_keys = x.reshape(keys, group, width, *x.shape[1:])
+        return by_keys.transpose(0, 1).reshape(x.shape)
+
+    for name, x in tensors.items():
+        if ".linear_attn." not in name:
+            made[name] = x
+            continue
+        module, of = name.split("linear_attn.")
+        if of == "in_proj_qkvz.weight":
+            by_keys = x.view(keys, -1, x.shape[1])
+            parts = torch.split(by_keys, [dims[0], dims[0], group * dims[1], group * dims[1]], dim=1)
+            q, k, v, z = (part.flatten(0, 1) for part in parts)
+            made[f"{module}linear_attn.in_proj_qkv.weight"] = torch.cat([q, k, v])
+            made[f"{module}linear_attn.in_proj_z.weight"] = z
+            continue
+        stored = -x.exp() if of == "A_log" else x.squeeze(1) if of == "conv1d.weight" else x
+        order = (lambda part, _width: part) if raw["model_type"] == "qwen3_next" else tiled
+        if of in ("in_proj_qkv.weight", "conv1d.weight"):
+            stored = torch.cat([stored[:split], order(stored[split:], dims[1])])
+        elif of == "out_proj.weight":
+            stored = order(stored.T, dims[1]).T
+        elif of != "norm.weight":
+            stored = order(stored, dims[1] if of == "in_proj_z.weight" else 1)
+        made[name.replace("dt_bias", "dt_proj.bias")] = stored
+    return made
+
+
 def write_gguf(
     path: Path,
     raw: Mapping[str, Any],
@@ -149,7 +206,8 @@ def write_gguf(
     writer.add_embedding_length(raw["hidden_size"])
     predicts = raw["model_type"] == "glm4_moe"
     writer.add_block_count(raw["num_hidden_layers"] + predicts)
-    writer.add_feed_forward_length(raw["intermediate_size"])
+    if "intermediate_size" in raw:
+        writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(heads[0])
     writer.add_head_count_kv(heads[1])
     writer.add_key_length(dim)
@@ -173,19 +231,35 @@ def write_gguf(
         tensors = stacked(tensors, experts)
     if "n_shared_experts" in raw:
         add_deepseek_experts(writer, raw)
+    if "linear_num_value_heads" in raw:
+        add_linear_attention(writer, raw)
+        tensors = linear_tensors(tensors, raw)
     if predicts:
         add_prediction_layer(writer, raw["num_hidden_layers"])
+    _add_tensors(writer, raw, tensors, architecture, permuted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tensors(
+    writer: gguf.GGUFWriter,
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    architecture: gguf.MODEL_ARCH,
+    permuted: bool,
+) -> None:
+    heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    dim = raw.get("head_dim") or raw["hidden_size"] // heads[0]
     names = gguf.get_tensor_name_map(architecture, raw["num_hidden_layers"])
     for theirs, tensor in tensors.items():
         rows, turned = tensor, theirs.split(".")[-2]
         if permuted and turned in ("q_proj", "k_proj"):
             pairs = tensor.view(heads[turned == "k_proj"], 2, dim // 2, -1)
             rows = pairs.transpose(1, 2).reshape(tensor.shape)
-        if architecture == gguf.MODEL_ARCH.GEMMA3 and turned.endswith("norm"):
+        is_norm = turned.endswith("norm") and ".linear_attn." not in theirs
+        if is_norm and (architecture == gguf.MODEL_ARCH.GEMMA3 or "linear_num_value_heads" in raw):
             rows = rows + 1
         known = theirs.replace("e_score_correction_bias", "e_score_correction.bias")
-        writer.add_tensor(names.get_name(known, (".weight", ".bias")), rows.squeeze().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        writer.add_tensor(names.get_name(known, (".weight", ".bias")), rows.squeeze().contiguous().numpy())

@@ -28,7 +28,7 @@ from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.layer_weights import AttentionWeights, GatedDeltaWeights
 from deltafront.workers.model.weights.projections import Fp8Linear
-from deltafront.workers.model.weights.stack_weights import StackSpec, rows_by_kind
+from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import ModelSpec
 
 from .cases import Case, Pages, expected_logits, load_shares, make_case, prefill, table_of
@@ -299,5 +299,5 @@ def test_orders_fused_rows_by_kind(tmp_path: Path) -> None:
     linear = read_config(make_tiny_hybrid(tmp_path, 4)).linear
     assert linear is not None
     small = replace(linear, key_heads=2, value_heads=4, key_dim=1, value_dim=1)
-    assert rows_by_kind(small, "in_proj_qkvz").tolist() == [0, 6, 1, 7, 2, 3, 8, 9, 4, 5, 10, 11]
-    assert rows_by_kind(small, "in_proj_ba").tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert small.rows_by_kind("in_proj_qkvz") == [0, 6, 1, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    assert small.rows_by_kind("in_proj_ba") == [0, 1, 4, 5, 2, 3, 6, 7]

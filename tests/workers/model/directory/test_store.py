@@ -23,8 +23,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from deltafront.workers.model.directory import store as model_store
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.weights import gguf_convert
-from deltafront.workers.model.weights.gguf_source import GgufSource
+from deltafront.workers.model.weights.gguf import convert as gguf_convert
+from deltafront.workers.model.weights.gguf.source import GgufSource
 from deltafront.workers.model.weights.sources import open_weights
 
 HIDDEN, LAYERS, HEADS, INNER = 64, 2, 4, 96

@@ -17,8 +17,8 @@ from deltafront.workers.model.directory import store
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.weights import gguf_convert
-from deltafront.workers.model.weights.gguf_source import GgufSource
+from deltafront.workers.model.weights.gguf import convert as gguf_convert
+from deltafront.workers.model.weights.gguf.source import GgufSource
 
 HEADS, DIM, VOCAB = 2, 16, 8
 
@@ -96,6 +96,13 @@ LINEAR = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
             "granite",
             {"expert_count": 8, "expert_used_count": 2},
             "is a mixture of 8 experts of architecture 'granite', and Granite 3.x, dense is served",
+        ),
+        ("qwen35", {"ssm__inner_size": 64, "ssm__time_step_rank": 0}, "= 64 is no multiple of 0 heads"),
+        ("qwen35", {"ssm__inner_size": 64, "ssm__time_step_rank": 5}, "= 64 is no multiple of 5 heads"),
+        (
+            "qwen3next",
+            {"ssm__inner_size": 64, "ssm__time_step_rank": 4, "attention__recurrent_layers": True},
+            "recurrent_layers = True is no list",
         ),
         ("llama", {"split__count": 3}, "some.gguf is part 1 of 3: the parts must be called"),
         ("llama", {"tokenizer__ggml__tokens": list("abcdefghi")}, "9 tokens, but only 8 embeddings"),
@@ -189,3 +196,13 @@ def test_reads_gemma_3_gguf_keys(tmp_path: Path) -> None:
     assert named.window_rope is not None and named.window_rope.theta == 5e3
     raw = GgufSource(write(tmp_path / "27b.gguf", "gemma3", layers=62, **window)).config()
     assert raw["query_pre_attn_scalar"] == 168
+
+
+def test_names_a_tensor_of_linear_attention_that_does_not_fit(tmp_path: Path) -> None:
+    sizes = {"conv_kernel": 4, "state_size": 8, "group_count": 2, "time_step_rank": 6, "inner_size": 48}
+    keys = {f"ssm__{key}": value for key, value in sizes.items()}
+    source = GgufSource(write(tmp_path / "some.gguf", "qwen35", full_attention_interval=4, **keys))
+    name = "model.layers.0.linear_attn.in_proj_a.weight"
+    source._names[name] = ("token_embd.weight", None)  # of 8 rows, not 6
+    with pytest.raises(ModelError, match=r"tensors of .*in_proj_a.weight do not fit the metadata ssm"):
+        source.read(name)

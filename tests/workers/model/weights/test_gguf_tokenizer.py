@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.weights.gguf_tokenizer import (
+from deltafront.workers.model.weights.gguf.tokenizer import (
     PRE_TOKENIZERS,
     PreTokenizer,
     end_ids,

@@ -18,7 +18,7 @@ from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.weights.gguf_source import GgufSource
+from deltafront.workers.model.weights.gguf.source import GgufSource
 from deltafront.workers.model.weights.sources import open_weights
 
 from .conftest import DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, causal, tiny_config

@@ -20,7 +20,7 @@ from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.layer_config import MixtureConfig
 from deltafront.workers.model.directory.model_files import WEIGHT_INDEX, ModelError
-from deltafront.workers.model.weights.gguf_source import GgufSource
+from deltafront.workers.model.weights.gguf.source import GgufSource
 from deltafront.workers.model.weights.mixture_weights import MixtureWeights
 from deltafront.workers.model.weights.projections import Fp8Linear
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,7 +13,8 @@ from gguf import GGMLQuantizationType, quants
 from deltafront.workers.model.directory.headers import open_gguf
 from deltafront.workers.model.directory.model_files import ModelError, gguf_parts
 from deltafront.workers.model.family_registry import gguf_families
-from deltafront.workers.model.weights.gguf_tokenizer import end_ids
+from deltafront.workers.model.weights.gguf import linear
+from deltafront.workers.model.weights.gguf.tokenizer import end_ids
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -107,11 +109,21 @@ class GgufSource:
                 f"{self.family.name} is served without experts alone"
             )
         self._keys = {**self._gguf.keys, **(_EXPERT_KEYS if self._has_experts else {})}
+        if self._is_hybrid:
+            self._keys |= linear.KEYS
         blocks = {**_BLOCK, **(_EXPERTS if self._has_experts else {}), **self._gguf.tensors}
+        blocks |= linear.TENSORS if self._is_hybrid else {}
         self._names = dict(self._places(blocks))
+        self._public = frozenset(self._names)
+        if self.family.fuses_linear:
+            fused = {name for name in self._names if name.endswith(linear.QKV)}
+            others = {name.replace(linear.QKV, linear.Z) for name in fused}
+            whole = {name.replace(linear.QKV, linear.QKVZ): self._names[name] for name in fused}
+            self._names |= whole
+            self._public = self._public - fused - others | whole.keys()
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._names)
+        return self._public
 
     @property
     def _layers(self) -> int:
@@ -124,6 +136,10 @@ class GgufSource:
         if count > len(self._tensors):
             raise ModelError(f"{self.path}: GGUF key {_PREDICTING} = {count}, but it has fewer tensors")
         return count
+
+    @property
+    def _is_hybrid(self) -> bool:
+        return "linear_num_value_heads" in self.family.implied
 
     @property
     def _has_experts(self) -> bool:
@@ -143,6 +159,20 @@ class GgufSource:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in Hugging Face's layout. A quantised tensor becomes float32."""
+        if self._is_hybrid and f".{linear.MODULE}." in name:
+            return self._linear_tensors(name)
+        return self._read(name)
+
+    @cached_property
+    def _linear_tensors(self) -> linear.LinearTensors:
+        sizes = linear.sizes_of(self._linear_config(), self.family.fuses_linear)
+        return linear.LinearTensors(self._read, sizes, tiled=not self.family.fuses_linear)
+
+    def _linear_config(self) -> dict[str, Any]:
+        numbers = {own: int(self.model_field(key)) for key, own in linear.KEYS.items()}
+        return numbers | linear.linear_keys(self.model_field)
+
+    def _read(self, name: str) -> torch.Tensor:
         stored, expert = self._names[name]
         data = _to_torch(self._tensors[stored], expert)
         if self._gguf.permuted and name.split(".")[-2] in ("q_proj", "k_proj"):
@@ -150,7 +180,7 @@ class GgufSource:
             data = _unpermute(data, int(self.model_field(heads, self.model_field("attention.head_count"))))
         if name.endswith(self._gguf.rows):
             data = data.view(1, -1)
-        if self._gguf.adds_offset and name.endswith("norm.weight"):
+        if self._gguf.adds_offset and name.endswith("norm.weight") and f".{linear.MODULE}." not in name:
             data = data - self.family.fixed["norm_offset"]
         return data
 
@@ -201,7 +231,6 @@ class GgufSource:
             "model_type": self.family.model_type,
             "num_hidden_layers": self._layers,
             "hidden_size": hidden,
-            "intermediate_size": self.model_field("feed_forward_length"),
             "num_attention_heads": heads,
             "num_key_value_heads": self.model_field("attention.head_count_kv", heads),
             "head_dim": head_dim,
@@ -214,12 +243,15 @@ class GgufSource:
             "sliding_window": None,
             "eos_token_id": end_ids(self),
         }
+        if "intermediate_size" not in self.family.ignored:
+            config["intermediate_size"] = self.model_field("feed_forward_length")
         if is_partial:
             config["partial_rotary_factor"] = rotated / head_dim
         config |= {key: f"blk.0.{name}" in self._tensors for key, name in self._told()}
         config |= self._gguf.implied
         config |= self._gguf.by_layers.get(config["num_hidden_layers"], {})
         config |= self._window_layers()
+        config |= linear.linear_keys(self.model_field) if self._is_hybrid else {}
         for key, own in self._keys.items():
             has = self.has_field(f"{self._architecture}.{key}")
             config[own] = _number(self.model_field(key)) if has else config.get(own)
@@ -264,7 +296,7 @@ class GgufSource:
             if prefix != self._architecture or key in _READ or key in self._keys:
                 continue
             value = self.field(name)
-            if key == _PATTERN and self._has_windows:
+            if (key == _PATTERN and self._has_windows) or (key in linear.READ and self._is_hybrid):
                 continue
             if key == "attention.sliding_window" and value >= self.model_field("context_length"):
                 continue
@@ -346,6 +378,8 @@ def _own_name(name: str, blocks: Mapping[str, str]) -> str:
         return _TOP[name]
     block, _, rest = name.partition(".")
     number, _, module = rest.partition(".")
+    if block == "blk" and module in blocks:  # a tensor without a kind
+        return f"model.layers.{number}.{blocks[module]}"
     part, _, kind = module.rpartition(".")
     if block != "blk" or part not in blocks or kind not in ("weight", "bias"):
         raise ModelError(f"GGUF tensor {name!r} is not part of such a decoder")

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_files import WEIGHT_INDEX, ModelError
 from deltafront.workers.model.directory.tokenizer_files import check_chat_template
-from deltafront.workers.model.weights.gguf_source import GgufSource
-from deltafront.workers.model.weights.gguf_tokenizer import tokenizer_config, tokenizer_json
+from deltafront.workers.model.weights.gguf.source import GgufSource
+from deltafront.workers.model.weights.gguf.tokenizer import tokenizer_config, tokenizer_json
 
 _SHARD_BYTES = 2 << 30
 
