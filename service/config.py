@@ -263,8 +263,6 @@ class ServiceConfig(BaseModel):
         if decode.recompute_blocks:
             why = f"a model with {states} recomputes no blocks, since its states have none"
             yield f"decode.recompute_blocks = {decode.recompute_blocks}: must be 0: {why}"
-        if self.door.shadow:
-            yield f"door.shadow: must be 0 with {states}"
         if decode.state_slots < LEAST_SLOTS:
             yield f"decode.state_slots = {decode.state_slots}: must be at least {LEAST_SLOTS}"
         if not has_pages and self.prefill.device == "cuda":

@@ -458,7 +458,6 @@ HYBRID = ENGINE_SHAPES["next-16"]
         ("decode", {"state_slots": 3}, "decode.state_slots = 3: must be at least 4"),
         ("decode", {"delta_layers": [3, 4]}, r"decode.delta_layers names \[4\], which have linear attention"),
         ("decode", {"tensor_parallel": 4}, "decode.tensor_parallel: 4 ranks cannot share the model's 2 key"),
-        ("door", {"shadow": 0.1}, "door.shadow: must be 0 with linear attention"),
         ("prefill", {"stages": 16}, "prefill.stages = 16: a stage would have linear attention alone"),
     ],
 )
@@ -482,7 +481,6 @@ ROLLING = replace(SHAPES["8b"], sliding_window=1024, window_layers=(0, 1, 2, 4, 
     [
         ("decode", {"recompute_blocks": 8}, "must be 0: a model with rolling buffers recomputes no blocks"),
         ("decode", {"state_slots": 3}, "decode.state_slots = 3: must be at least 4"),
-        ("door", {"shadow": 0.1}, "door.shadow: must be 0 with rolling buffers"),
         ("prefill", {"stages": 16}, "prefill.stages = 16: a stage would have rolling buffers alone"),
     ],
 )

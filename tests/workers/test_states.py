@@ -24,7 +24,7 @@ from deltafront.tests.workers.tiny_hybrid import LAYERS, LINEAR_LAYERS, make_tin
 from deltafront.tests.workers.tiny_model import VOCAB, greedy
 from deltafront.tests.workers.tiny_windows import make_tiny_windows
 from deltafront.workers.decode.engine import DecodeEngine
-from deltafront.workers.messages.events import PrefillDone, PrefillReport, Prefix, SessionKept
+from deltafront.workers.messages.events import FinishReason, PrefillDone, PrefillReport, Prefix, SessionKept
 from deltafront.workers.messages.prompts import boundary_before, state_places
 from deltafront.workers.messages.requests import (
     DecodeFailed,
@@ -33,7 +33,9 @@ from deltafront.workers.messages.requests import (
     PrefillJob,
     RefusalReason,
     Refused,
+    RequestOptions,
     Reservation,
+    Reserved,
     Sampling,
 )
 from deltafront.workers.messages.stages import HandedState, HostKV, KVRange
@@ -41,6 +43,8 @@ from deltafront.workers.model.decoder.collectives import GroupCollectives
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import DecodeConfig, ModelSpec, PrefillConfig
+
+from .decode.test_shadow import read, reservation
 
 NEW, CHUNK, SPACING = 20, 128, 64
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
@@ -422,6 +426,26 @@ async def test_whatever_is_cached_answers_equal_those_read_anew(
         for ids, answer in zip(asked, answers, strict=True):
             assert answer.ids == expected(ids)
             said.append([*ids, *answer.ids])
+
+
+async def test_an_answer_is_read_again_for_a_comparison(served: Any) -> None:
+    """The log-probabilities of an answer are those of the same tokens as a prompt, and a request that comes
+    meanwhile ends the comparison."""
+    run, ids = await served(2), prompt(150)
+    given = (await run.ask("given", ids, GREEDY)).tokens
+    whole = [*ids, *(token.token_id for token in given)]
+    options = RequestOptions(prompt_logprobs=1, logprobs_from=len(ids), shadow=True)
+    for name in ("shadow", "ended"):
+        assert isinstance(await run.engine.reserve(reservation(name, len(whole), options)), Reserved)
+        if name == "shadow":
+            found, _finish = await read(run, name, whole)
+    dense = [token for token in found if token.index >= len(ids)]
+    assert [token.token_id for token in dense] == [token.token_id for token in given]
+    assert [token.logprob for token in dense] == pytest.approx([token.logprob for token in given], abs=1e-4)
+    reading = asyncio.create_task(read(run, "ended", whole))
+    await asyncio.sleep(0)
+    await run.ask("another", ids, GREEDY)
+    assert (await reading)[1].reason is FinishReason.CANCELLED
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
