@@ -155,20 +155,22 @@ class Together:
     ) -> list[MeasuredAnswer]:
         first_BC = torch.cat([reading.tail_TC for reading, _ in read])
         lengths = [sample.tokens for sample in samples]
-        if told is None or self._stack.config.linear_layers:
+        known_B = [ids[:TOLD] for ids in told or ()]
+        if told is None:
+            ids_B, logp_B = self._decode(first_BC, lengths, tokens, decode, samples, steps)
+            likely_B = [(logp, 1.0) for logp in logp_B]  # each token is the likeliest
+        elif self._stack.config.linear_layers:
             for place in range(len(read)):
                 self._states.mark(place, "begun")
-            ids_B = self._decode(first_BC, lengths, tokens, decode, samples, steps)
-            known_B = [ids[:TOLD] for ids in (ids_B if told is None else told)]
+            ids_B, _ = self._decode(first_BC, lengths, tokens, decode, samples, steps)
             for place in range(len(read)):
                 self._states.rewind(place, "begun")
-            forced = self._forced(first_BC, lengths, known_B, steps)
+            likely_B = self._forced(first_BC, lengths, known_B, steps).likely_B
         else:
-            known_B = [ids[:TOLD] for ids in told]
             forced = self._forced(first_BC, lengths, known_B, steps)
-            begun_B = [ids[: forced.agreed] for ids in known_B]
-            ids_B = self._decode(forced.hidden_BC, lengths, tokens, decode, samples, steps, begun_B)
-        each = zip(ids_B, read, prefill_B, forced.likely_B, strict=True)
+            begun_B, likely_B = [ids[: forced.agreed] for ids in known_B], forced.likely_B
+            ids_B, _ = self._decode(forced.hidden_BC, lengths, tokens, decode, samples, steps, begun_B)
+        each = zip(ids_B, read, prefill_B, likely_B, strict=True)
         return [
             MeasuredAnswer(tuple(ids), decode(ids), reading.density, prefill, seconds, *likely, reading.runs)
             for ids, (reading, seconds), prefill, likely in each
@@ -187,30 +189,39 @@ class Together:
         samples: Sequence[Sample],
         steps: Steps,
         begun_B: Sequence[Sequence[int]] = (),
-    ) -> list[list[int]]:
+    ) -> tuple[list[list[int]], list[float]]:
         """Decode at most `tokens` tokens per sample greedily. Every eighth step, stop if each sample has
         ended or its text contains all right answers.
 
         Args:
             hidden_BC: The hidden rows after the tokens begun_B.
             begun_B: The samples' first tokens, equally many, whose KV is there; empty: none.
+
+        Returns:
+            The tokens, and the mean log-probability of the first TOLD ones, without those of begun_B.
         """
+        best_B = list[float]()
         ends, said = set(self._stack.config.eos_ids), [list[int]() for _ in lengths]
+        logp_B = [list[float]() for _ in lengths]
         ended, begun = [False] * len(lengths), len(begun_B[0]) if begun_B else 0
         for step in range(tokens):
             if step < begun:
                 token_B = torch.tensor([ids[step] for ids in begun_B])
             else:
-                token_B = self._stack.logits(hidden_BC).argmax(-1)
+                logits_BV = self._stack.logits(hidden_BC).float()
+                best_B1, token_B1 = logits_BV.max(-1, keepdim=True)
+                token_B, best_B = token_B1[:, 0], (best_B1[:, 0] - logits_BV.logsumexp(-1)).tolist()
             for place, token in enumerate(token_B.tolist()):
                 ended[place] |= token in ends
                 if not ended[place]:
                     said[place].append(token)
+                    if step >= begun:
+                        logp_B[place].append(best_B[place])
             if step == tokens - 1 or (step % 8 == 7 and self._all_done(samples, said, ended, decode)):
                 break
             if step >= begun:
                 hidden_BC = self._next(token_B, lengths, step, steps)
-        return said
+        return said, [sum(logp[:TOLD]) / max(1, len(logp[:TOLD])) for logp in logp_B]
 
     def _forced(
         self,
@@ -225,9 +236,9 @@ class Together:
         for step in range(max(map(len, told_B))):
             token_B = torch.tensor([ids[step] if step < len(ids) else 0 for ids in told_B])
             token_B = token_B.to(self._stack.device)
-            logp_BV = self._stack.logits(hidden_BC).float().log_softmax(-1)
-            own_B = logp_BV.gather(1, token_B[:, None])[:, 0].tolist()
-            best_B = logp_BV.argmax(-1).tolist()
+            logits_BV = self._stack.logits(hidden_BC).float()
+            own_B = (logits_BV.gather(1, token_B[:, None])[:, 0] - logits_BV.logsumexp(-1)).tolist()
+            best_B = logits_BV.argmax(-1).tolist()
             for place, ids in enumerate(told_B):
                 if step < len(ids):
                     logp_B[place] += own_B[place]
