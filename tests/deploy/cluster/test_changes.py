@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from .conftest import Deployed, active
-from .kube import NAMESPACE
 
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "another method": {"door": {"default_method": "streaming"}},
@@ -56,31 +55,3 @@ def said(deployed: Deployed) -> str:
                 one.get("message", "") for one in application.get("serveDeploymentStatuses", {}).values()
             ]
     return "\n".join(found)
-
-
-def test_an_image_that_does_not_exist_changes_nothing(deployed: Deployed) -> None:
-    kube = deployed.kube
-    with deployed.load("an image that does not exist") as load:
-        kube("-n", NAMESPACE, "patch", "rayservice", "deltafront", "--type=json", "-p", WRONG_IMAGE)
-        kube.until(lambda: "ImagePull" in kube("-n", NAMESPACE, "get", "pods"), "a pod that has no image")
-        pending = kube.service()["status"]["pendingServiceStatus"]["rayClusterName"]
-    assert not load.lost
-    deployed.apply()
-    kube.until(lambda: has_left(deployed, pending), f"{pending} has left")
-
-
-def has_left(deployed: Deployed, cluster: str) -> bool:
-    """Return whether a cluster whose head never came has no pods left. Those that leave are deleted at once:
-    KubeRay's init container, which waits for the head, ignores SIGTERM until the grace period ends."""
-    pods = deployed.kube.get("pods", "-l", f"ray.io/cluster={cluster}")
-    for pod in pods:
-        if "deletionTimestamp" in pod["metadata"]:
-            gone = ("pod", pod["metadata"]["name"], "--force", "--grace-period=0")
-            deployed.kube("-n", NAMESPACE, "delete", *gone, check=False)
-    return not pods
-
-
-WRONG_IMAGE = (
-    '[{"op": "replace", "path": "/spec/rayClusterConfig/headGroupSpec/template/spec/containers/0/image",'
-    ' "value": "docker.io/library/deltafront:none"}]'
-)

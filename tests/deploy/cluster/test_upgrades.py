@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from .conftest import Deployed, active, ready_of
+from .kube import NAMESPACE
 
 GROWING: dict[str, dict[str, dict[str, Any]]] = {
     "prefill": {"prefill": {"max_groups": 2, "backlog_s": 0.01, "cpus_per_stage": 1.2}},
@@ -15,8 +16,19 @@ GROWING: dict[str, dict[str, dict[str, Any]]] = {
 """Any load is enough for a second group or worker. A pod has 2 CPUs for Ray, so it needs a second pod."""
 
 
-def test_an_upgrade_loses_no_request(deployed: Deployed) -> None:
-    """The change adds the autoscaler or removes it, so a second cluster takes over."""
+WRONG_IMAGE = (
+    '[{"op": "replace", "path": "/spec/rayClusterConfig/headGroupSpec/template/spec/containers/0/image",'
+    ' "value": "docker.io/library/deltafront:none"}]'
+)
+
+
+def test_upgrades_to_no_image_and_to_another_lose_no_request(deployed: Deployed) -> None:
+    """The second change adds the autoscaler or removes it, so a second cluster takes over."""
+    kube = deployed.kube
+    with deployed.load("an image that does not exist") as load:
+        kube("-n", NAMESPACE, "patch", "rayservice", "deltafront", "--type=json", "-p", WRONG_IMAGE)
+        kube.until(lambda: "ImagePull" in kube("-n", NAMESPACE, "get", "pods"), "a pod that has no image")
+    assert not load.lost
     with deployed.load("upgrade to a second cluster") as load:
         upgrade(deployed)
     assert not load.lost
