@@ -153,8 +153,8 @@ def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> 
     """
     if not config.host_cache_gib:
         return None
-    state = state_bytes(cache)
-    page = page_bytes(cache.sides) * (cache.model_heads // cache.kv_heads)
+    ranks = cache.model_heads // cache.kv_heads
+    state, page = state_bytes(cache) * ranks, page_bytes(cache.sides) * ranks
     share = state_share(config.cache_tokens // PAGE_TOKENS * page, config.state_slots * state)
     room = int(config.host_cache_gib * 2**30)
     slots = int(room * (1 - share)) // page

@@ -18,6 +18,7 @@ from deltafront.workers.kv.pages.eviction import CachedBlock
 from deltafront.workers.kv.pages.host_tier import HostTier, Runs
 from deltafront.workers.kv.pages.pool import page_runs
 from deltafront.workers.kv.pages.request_pages import RequestPages
+from deltafront.workers.kv.states import LinearStates
 from deltafront.workers.messages.requests import DecodeFailed, Refused
 from deltafront.workers.settings import DecodeConfig
 
@@ -361,3 +362,19 @@ def test_refuses_too_little_host_memory_in_one_line() -> None:
     assert make_host_memory(cache, DecodeConfig(), "") is None
     with pytest.raises(ValueError, match=r"host_cache_gib: 1e-06 is too little, 0\.\d+ is the least"):
         make_host_memory(cache, DecodeConfig(host_cache_gib=1e-6), "")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pages_and_states_of_all_ranks_share_the_memory(ranks: int) -> None:
+    """They have the proportion that they have on the GPU, in a cache of 4096 tokens."""
+    cache = PagedKVCache((0, 3), 4 // ranks, 16, 5, torch.float32, "cpu", ranks=ranks)
+    sizes = (3, 96 // ranks), (4 // ranks, 8, 16)
+    cache.states = LinearStates((1, 2), *sizes, 2, torch.float32, torch.device("cpu"))
+    config = DecodeConfig(host_cache_gib=0.02, cache_tokens=4096, state_slots=40)
+    memory = make_host_memory(cache, config, "")
+    assert memory is not None
+    page = sum(side[:, 0].nbytes for side in memory.sides) * ranks
+    state = sum(one[0].nbytes for one in memory._states) * ranks
+    taken = memory.slots * page, memory.state_slots * state
+    assert 0.98 * 0.02 * 2**30 < sum(taken) <= 0.02 * 2**30
+    assert taken[1] / taken[0] == pytest.approx(40 * state / (256 * page), rel=0.02)
