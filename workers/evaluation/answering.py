@@ -155,20 +155,12 @@ class Together:
     ) -> list[MeasuredAnswer]:
         first_BC = torch.cat([reading.tail_TC for reading, _ in read])
         lengths = [sample.tokens for sample in samples]
-        known_B = [ids[:TOLD] for ids in told or ()]
         if told is None:
             ids_B, logp_B = self._decode(first_BC, lengths, tokens, decode, samples, steps)
             likely_B = [(logp, 1.0) for logp in logp_B]  # each token is the likeliest
-        elif self._stack.config.linear_layers:
-            for place in range(len(read)):
-                self._states.mark(place, "begun")
-            ids_B, _ = self._decode(first_BC, lengths, tokens, decode, samples, steps)
-            for place in range(len(read)):
-                self._states.rewind(place, "begun")
-            likely_B = self._forced(first_BC, lengths, known_B, steps).likely_B
         else:
-            forced = self._forced(first_BC, lengths, known_B, steps)
-            begun_B, likely_B = [ids[: forced.agreed] for ids in known_B], forced.likely_B
+            forced = self._forced(first_BC, lengths, [ids[:TOLD] for ids in told], steps)
+            begun_B, likely_B = [ids[: forced.agreed] for ids in told], forced.likely_B
             ids_B, _ = self._decode(forced.hidden_BC, lengths, tokens, decode, samples, steps, begun_B)
         each = zip(ids_B, read, prefill_B, likely_B, strict=True)
         return [
@@ -230,7 +222,8 @@ class Together:
         told_B: Sequence[Sequence[int]],
         steps: Steps,
     ) -> Forced:
-        """Teacher-force the given answers `told_B`."""
+        """Teacher-force the given answers `told_B`. States are then those after the tokens that agreed."""
+        self._mark(len(told_B))
         logp_B, same_B = [0.0] * len(told_B), [0] * len(told_B)
         agreed, agreed_BC, agrees = 0, hidden_BC, True
         for step in range(max(map(len, told_B))):
@@ -247,11 +240,18 @@ class Together:
             hidden_BC = self._next(token_B, lengths, step, steps)
             if agrees:
                 agreed, agreed_BC = step + 1, hidden_BC
+                self._mark(len(told_B))
+        for place in range(len(told_B)):
+            self._states.rewind(place, "agreed")
         likely_B = [
             (logp / max(1, len(ids)), same / len(ids) if ids else 1.0)
             for logp, same, ids in zip(logp_B, same_B, told_B, strict=True)
         ]
         return Forced(likely_B, agreed, agreed_BC)
+
+    def _mark(self, samples: int) -> None:
+        for place in range(samples):
+            self._states.mark(place, "agreed")
 
     def _next(self, token_B: torch.Tensor, lengths: Sequence[int], step: int, steps: Steps) -> torch.Tensor:
         """Run one decode step: append token_B to the samples, after `step` decoded tokens. Return

@@ -21,8 +21,8 @@ class SampleStates:
     A sample's rows change its state. `mark` keeps a copy of it, and `rewind` brings the copy back.
     """
 
-    MARKS = "read", "begun"
-    """The end of the document or prompt, and the beginning of the answer."""
+    MARKS = "read", "agreed"
+    """The end of the document or prompt, and of the answer's first tokens that agree with a given answer."""
 
     def __init__(self, stack: LayerStack, places: int) -> None:
         config, self._places = stack.config, places

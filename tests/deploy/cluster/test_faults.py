@@ -37,7 +37,7 @@ def test_a_deleted_pod_loses_no_request(deployed: Deployed, group: str) -> None:
     assert not load.lost
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", [*GROUPS, pytest.param("redis", marks=pytest.mark.slow)])
 def test_a_killed_pod_loses_no_request(deployed: Deployed, group: str) -> None:
     kube = deployed.kube
     (gone, *_) = kube.pods(group)
