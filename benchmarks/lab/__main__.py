@@ -80,7 +80,8 @@ def main(given: Sequence[str] | None = None) -> int:
     every = [*map(Setting.parse, answers.settings), *arguments.settings]
     configs = {str(each): delta_config(each.delta) for each in every if each.delta and not each.kv_dtype}
     run["pages_read"] = {
-        setting: share_read(delta_plan(stack, config), longest) for setting, config in configs.items()
+        setting: share_read(delta_plan(stack, config), stack.config.kv_layers, longest)
+        for setting, config in configs.items()
     }
     begun = time.monotonic()
     for done in answered(together, samples, answers, arguments, tokenizer.decode):

@@ -123,8 +123,11 @@ def refine(
 ) -> Calibration:
     """Replace the calibration's Δ-layers by those that `search` finds.
 
-    The KV of all texts stays on the device. `dense_layers` does not count layers with sliding windows.
+    The KV of all texts stays on the device. `dense_layers` does not count layers with sliding windows. Raises
+    ValueError if the model has linear attention.
     """
+    if stack.config.linear is not None:
+        raise ValueError("the search computes single tokens of a text again, which linear attention cannot")
     read, windows = [DecodedRows(stack, text) for text in texts], stack.config.window_layers
     options["full_layers"] = {*options["full_layers"], *windows}  # layers with windows are never sparse
     loss_LL = torch.tensor(calibration.losses, dtype=torch.float64)

@@ -56,11 +56,8 @@ def calibrate(
         budget, recency: K and L of DELTA, in pages. Use texts of at least four times the budget.
 
     Raises:
-        ValueError: A text is too short or too long, arguments contradict one another, or the model has linear
-            attention.
+        ValueError: A text is too short or too long, or arguments contradict one another.
     """
-    if stack.config.linear is not None:
-        raise ValueError("Δ-layers of models with linear attention cannot be calibrated yet")
     if not 0 < recency < budget:
         raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
     read, positions = [with_answers(text) for text in texts], stack.config.positions
@@ -72,7 +69,7 @@ def calibrate(
         each.append(losses(attention_maps(stack, ids, places), places, budget, recency))
     mean_LL = torch.stack(each).mean(0)
     table = tuple(tuple(row) for row in mean_LL.tolist())
-    dense = {*full_layers, *stack.config.window_layers}
+    dense = {*full_layers, *stack.config.exact_layers}
     return Calibration(choose(mean_LL, count, dense), table, tuple(len(ids) for ids, _answers in read))
 
 
@@ -92,19 +89,20 @@ def query_positions(tokens: int, answers: Sequence[int]) -> list[int]:
 
 
 def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """Return each layer's DELTA token scores of the queries at `positions`: maps_LQS, float32, on the CPU."""
-    maps: list[torch.Tensor] = []
+    """Return each layer's DELTA token scores of the queries at `positions`: maps_LQS, float32, on the CPU.
+    Layers with linear attention have zeros."""
+    maps = torch.zeros(stack.config.layers, len(positions), len(ids))
     positions_Q = torch.tensor(positions, device=stack.device)
     future_QS = torch.arange(len(ids), device=stack.device) > positions_Q[:, None]
 
-    def hook(_layer: int, x: AttentionInput) -> None:
+    def hook(layer: int, x: AttentionInput) -> None:
         q_GJQD = x.q_BHTD[0, :, positions_Q].float().view(-1, x.group, len(positions_Q), x.q_BHTD.shape[3])
         logits_GJQS = q_GJQD @ x.k_BGSD[0].float().transpose(1, 2)[:, None] * x.scale
         weights_GJQS = logits_GJQS.masked_fill(future_QS, float("-inf")).softmax(-1)
-        maps.append(weights_GJQS.amax((0, 1)).cpu())
+        maps[layer] = weights_GJQS.amax((0, 1)).cpu()
 
     read_densely(stack, embedded(stack, ids), hook)
-    return torch.stack(maps)
+    return maps
 
 
 def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recency: int) -> torch.Tensor:

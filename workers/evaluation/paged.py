@@ -10,7 +10,6 @@ import torch
 from deltafront.workers.decode.decode_attention import (
     BatchRows,
     LayerPlan,
-    PageSelectionError,
     StepAttention,
     plan_layers,
 )
@@ -22,40 +21,43 @@ from deltafront.workers.settings import DecodeConfig
 
 
 def delta_plan(stack: LayerStack, config: DecodeConfig) -> LayerPlan:
-    """Raises PageSelectionError if the model has no such layers or linear attention, or the configuration
-    names no Δ-layer."""
-    if stack.config.linear is not None:
-        raise PageSelectionError("page selection of a model with linear attention cannot be evaluated yet")
-    plan = plan_layers(config, stack.config.layers, stack.config.windows)
+    """Raises PageSelectionError if the model has no such layers, or the configuration names no Δ-layer."""
+    model = stack.config
+    plan = plan_layers(config, model.layers, model.windows, model.linear_layers)
     plan.selects_pages(PageSelection.DELTA, "")
     return plan
 
 
-def share_read(plan: LayerPlan, tokens: int) -> float:
-    """Return the share of all layers' KV pages that a decode step of a request of `tokens` tokens reads."""
+def share_read(plan: LayerPlan, kv_layers: int, tokens: int) -> float:
+    """Return the share of all KV pages that a decode step of a request of `tokens` tokens reads.
+
+    Args:
+        kv_layers: The number of layers with pages.
+    """
     read, held = plan.pages_read(tokens, selects=True)
-    every = len(plan.roles) * pages_for(tokens)
+    every = kv_layers * pages_for(tokens)
     return (every - held + read) / every
 
 
 class PagedSteps:
     """The KV of a batch in pages, in a copy that decode steps extend.
 
-    k_LBGSD, v_LBGSD: The batch's KV cache after prefill.
+    k_LBGSD, v_LBGSD: The batch's KV cache after prefill, L the layers with attention.
     """
 
     def __init__(
         self, stack: LayerStack, plan: LayerPlan, k_LBGSD: torch.Tensor, v_LBGSD: torch.Tensor
     ) -> None:
-        layers, batch, heads, room, dim = k_LBGSD.shape
+        _layers, batch, heads, room, dim = k_LBGSD.shape
+        layers = stack.config.attention_layers(stack.layers)
         self._plan, self._sinks = plan, stack.sinks
         self._pages, self._scale = pages_for(room), dim**-0.5
         pages = batch * self._pages
-        self._cache = PagedKVCache(range(layers), heads, dim, pages, stack.dtype, stack.device)
+        self._cache = PagedKVCache(layers, heads, dim, pages, stack.dtype, stack.device)
         self._table_BP = torch.arange(pages, dtype=torch.int32, device=stack.device).view(batch, -1)
-        for layer in range(layers):
+        for index, layer in enumerate(layers):
             for paged_RGD, x_LBGSD in zip(self._cache.rows(layer), (k_LBGSD, v_LBGSD), strict=True):
-                paged_RGD.view(batch, -1, heads, dim)[:, :room] = x_LBGSD[layer].transpose(1, 2)
+                paged_RGD.view(batch, -1, heads, dim)[:, :room] = x_LBGSD[index].transpose(1, 2)
 
     def attend(self, positions_B: torch.Tensor) -> Attend:
         """Return the attention of one step, which appends a token to each sample at its position."""

@@ -10,7 +10,7 @@ import pytest
 from deltafront.kernels.methods import method_spec
 from deltafront.tests.workers.tiny_hybrid import LINEAR_LAYERS, make_tiny_hybrid
 from deltafront.tests.workers.tiny_model import whole_stack
-from deltafront.workers.calibration import delta_layers
+from deltafront.workers.calibration import delta_layer_search, delta_layers
 from deltafront.workers.calibration.method_levels import method_levels
 from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.calibration.tiles import tiles_read
@@ -42,9 +42,14 @@ def test_layers_with_linear_attention_get_no_thresholds(stack: LayerStack) -> No
     assert [amounts == (1.0,) * 4 for amounts in level.thresholds] == [True, True, True, False]
 
 
-def test_refuses_to_search_page_selecting_layers(stack: LayerStack) -> None:
-    with pytest.raises(ValueError, match="models with linear attention cannot be calibrated"):
-        delta_layers.calibrate(stack, [DOCUMENT], 1, budget=8, recency=2)
+def test_page_selecting_layers_have_attention(directory: Path, tmp_path: Path) -> None:
+    """Of layers 3, 7 and 11 the first selects pages for the others. Layers 0 and 1 are no candidates."""
+    stack = whole_stack(make_tiny_hybrid(tmp_path, 12))
+    found = delta_layers.calibrate(stack, [DOCUMENT], 1, budget=8, recency=2)
+    assert found.delta_layers == (3,)
+    with pytest.raises(ValueError, match="single tokens of a text again, which linear attention cannot"):
+        delta_layer_search.refine(stack, [DOCUMENT], found, 4, budget=8, recency=2, full_layers=())
+    assert {layer for layer, loss in enumerate(found.losses[3]) if loss} == {7, 11}
 
 
 def test_refuses_later_chunks_without_states(directory: Path) -> None:

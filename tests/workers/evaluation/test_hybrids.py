@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from deltafront.workers.decode.decode_attention import PageSelectionError
+from deltafront.workers.decode.reads import Read
+from deltafront.workers.decode.runner import DecodeRunner, ReadStates
+from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.evaluation.answering import Together
 from deltafront.workers.evaluation.comparison import MeasuredAnswer
-from deltafront.workers.evaluation.paged import delta_plan
+from deltafront.workers.evaluation.paged import delta_plan, share_read
 from deltafront.workers.evaluation.prompts import Sample, TaskPrompt
 from deltafront.workers.evaluation.reader import Reader
 from deltafront.workers.evaluation.setting import Setting, delta_config
+from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.model_files import ModelError
 
@@ -87,6 +91,20 @@ def test_a_state_cannot_go_back_into_a_document(stack: LayerStack) -> None:
             pass
 
 
-def test_refuses_page_selection(stack: LayerStack) -> None:
-    with pytest.raises(PageSelectionError, match="cannot be evaluated yet"):
-        delta_plan(stack, delta_config("delta_layers=3,page_budget=6,recency=2"))
+def test_page_selection_decodes_the_tokens_of_a_decode_worker(stack: LayerStack) -> None:
+    """Layer 3 selects pages for layer 7, and the others have linear attention."""
+    ids, pages = drawn(700, 1), tuple(range(45))
+    setting = Setting.parse("dense/delta_layers=3,page_budget=3,recency=1")
+    (full,), (delta,) = answers(Together(stack, 1, ROOM), [DENSE, setting], [sample(ids, ())])
+    plan = delta_plan(stack, delta_config(setting.delta))
+    assert share_read(plan, stack.config.kv_layers, 700) == (44 + 3) / 88
+    runner = DecodeRunner(stack, plan, pages=45, max_batch=1, max_pages=45, state_slots=2)
+    states = ReadStates(None, {700: (1,)})
+    logits_V = runner.append(pages, Read(0, list(ids)), last=True, states=states).logits_V
+    row = Row(1, pages, 700, 0, Sampling(), selects_pages=True, state=1)
+    said = [one.token for one in runner.first_tokens([logits_V], [row])]
+    while len(said) < NEW:
+        (one,) = runner.decode([replace(row, length=699 + len(said), token=said[-1])])
+        said.append(one.token)
+    assert delta.ids == tuple(said) and full.ids != delta.ids
+    assert delta.density == full.density and delta.agreement < full.agreement == 1
