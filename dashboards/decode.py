@@ -276,6 +276,7 @@ TIERS = Row(
             [
                 Query(_tier("evicted_pages"), _LEGEND),
                 Query(or_zero(f"sum({_tier('evicted_retained_pages')})"), "retained, all workers"),
+                Query(or_zero(f"sum({_tier('evicted_states')})"), "states, all workers"),
             ],
         ),
         Panel(

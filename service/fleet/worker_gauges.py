@@ -67,6 +67,7 @@ _TIER_GAUGES = {
     "pages": ("kv_tier_pages", "Cached pages"),
     "evicted": ("kv_tier_evicted_pages", "Pages evicted since the start"),
     "evicted_retained": ("kv_tier_evicted_retained_pages", "Those that were still to be retained"),
+    "states_evicted": ("kv_tier_evicted_states", "States evicted since the start"),
     "evicted_age_s": ("kv_tier_evicted_age_seconds", "Their ages since their last use, added up"),
     "missed": ("kv_tier_missed_pages", "Pages that were gone before they were copied there, or lost"),
     "back": ("kv_tier_back_pages", "Pages that came back since the start"),

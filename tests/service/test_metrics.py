@@ -164,6 +164,7 @@ def test_promtool_accepts_a_doors_metrics(house: House, client: DeltafrontClient
         missed=1,
         back=20,
         back_s=0.5,
+        states_evicted=4,
     )
     house.metrics.workers.tiered("decode:d0", (tier,))
     house.metrics.certificate("door", 1.8e9)
@@ -171,7 +172,12 @@ def test_promtool_accepts_a_doors_metrics(house: House, client: DeltafrontClient
     house.metrics.count_shadow(ShadowOutcome.COMPARED)
     house.metrics.observe_shadow("dpxa", 40, 10.0, 11.5, 0.975)
     exported = house.metrics.expose()
-    for name, expected in (("back_pages", 20), ("evicted_pages", 3), ("evicted_retained_pages", 1)):
+    for name, expected in (
+        ("back_pages", 20),
+        ("evicted_pages", 3),
+        ("evicted_retained_pages", 1),
+        ("evicted_states", 4),
+    ):
         assert value(house, f"kv_tier_{name}", worker="decode:d0", tier="host") == expected
     described = set(re.findall(rb"^# HELP deltafront_(\w+) \S", exported, re.MULTILINE))
     assert {name.decode() for name in described} == {name for _kind, name in declared()}

@@ -68,6 +68,17 @@ async def test_prompts_continue_from_host_memory(
     assert (await run.go_on("third", third, held)).ids == expected(third)
 
 
+async def test_statistics_tell_states_evicted_from_host_memory(served: Any) -> None:
+    run = await served(**ROOM | {"host_cache_gib": 0.04})
+    below = run.engine._manager.host.states.slots
+    below.take(below.total - 2)
+    for seed in range(3):
+        await run.read(f"r{seed}", prompt(200, seed))
+        await copied(run)
+    (tier,) = (await run.engine.stats()).tiers
+    assert tier.states_evicted == below.evicted > 0
+
+
 async def test_requests_wait_for_one_copy_of_a_state(served: Any, expected: Expected) -> None:
     run, document = await served(**ROOM | {"state_slots": 20}), prompt(200)
     await run.read("first", document + prompt(30, seed=1))

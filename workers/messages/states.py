@@ -160,6 +160,7 @@ class TierStats:
         evicted_age_s: The sum, over evicted pages, of the seconds since their last use.
         missed: Pages that were evicted before they could be copied to this tier, or could not be read.
         back, back_s: Pages copied back from this tier, and the seconds that this took.
+        states_evicted: States evicted so far from host memory.
     """
 
     tier: str
@@ -172,6 +173,7 @@ class TierStats:
     missed: int
     back: int
     back_s: float
+    states_evicted: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

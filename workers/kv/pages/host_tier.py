@@ -214,6 +214,7 @@ class HostTier:
             missed=self.too_late,
             back=self._back,
             back_s=self._back_s,
+            states_evicted=0 if self.states is None else self.states.slots.evicted,
         )
 
     def _offer(self, pages: Sequence[int]) -> None:
