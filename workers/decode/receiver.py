@@ -103,16 +103,18 @@ class HandoffReceiver:
         if (states := self._runner.states) is None:
             raise ArrivalError("a state came for a model without states")
         if message.arrays:
-            parts = states.parts(message.arrays, 1 + len(self._ranks))
+            # Not on the event loop: with several ranks this copies a state, which may have 150 MB.
+            parts = await self._in_thread(states.parts, message.arrays, 1 + len(self._ranks))
             await self._on_ranks("write", [(slots, message.layers, arrays) for arrays in parts])
+
+    def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     async def _on_ranks(self, work: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of every rank's `RankStates`, each with its own arguments. Return the results once
         all ranks have finished. Raises the first error."""
         own, states = arguments[0], RankStates(self._runner.cache)
-        calls: list[Awaitable[Any]] = [
-            asyncio.get_running_loop().run_in_executor(self._thread, getattr(states, work), *own)
-        ]
+        calls = [self._in_thread(getattr(states, work), *own)]
         calls += [rank.state(work, *each) for rank, each in zip(self._ranks, arguments[1:], strict=True)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -132,7 +134,7 @@ class HandoffReceiver:
         with request.pages.use():
             await request.pages.come(self._model.layers - 1)  # a state comes before the first layer's KV
             copies = await self._on_ranks("read", [(slot,)] * (1 + len(self._ranks)))
-        arrays = cache.joined(copies)
+        arrays = await self._in_thread(cache.joined, copies)
         return HandedState(request_id=request_id, tokens=tokens, layers=cache.layers, arrays=arrays)
 
     async def open_pages(self, writer: PageWriter) -> OpenedPages:
