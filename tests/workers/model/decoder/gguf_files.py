@@ -145,7 +145,6 @@ def add_linear_attention(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> Non
     if raw["layer_types"][-1] == "full_attention":
         writer.add_full_attention_interval(1 + raw["layer_types"].index("full_attention"))
     else:  # as from a pruned model, whose intervals differ
-        writer.add_full_attention_interval(4)
         recurrent = [kind == "linear_attention" for kind in raw["layer_types"]]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
     if raw["model_type"] != "qwen3_next":

@@ -201,7 +201,10 @@ def test_reads_gemma_3_gguf_keys(tmp_path: Path) -> None:
 def test_names_a_tensor_of_linear_attention_that_does_not_fit(tmp_path: Path) -> None:
     sizes = {"conv_kernel": 4, "state_size": 8, "group_count": 2, "time_step_rank": 6, "inner_size": 48}
     keys = {f"ssm__{key}": value for key, value in sizes.items()}
-    source = GgufSource(write(tmp_path / "some.gguf", "qwen35", full_attention_interval=4, **keys))
+    recurrent = [True, False]
+    source = GgufSource(
+        write(tmp_path / "some.gguf", "qwen35", layers=2, attention__recurrent_layers=recurrent, **keys)
+    )
     name = "model.layers.0.linear_attn.in_proj_a.weight"
     source._names[name] = ("token_embd.weight", None)  # of 8 rows, not 6
     with pytest.raises(ModelError, match=r"tensors of .*in_proj_a.weight do not fit the metadata ssm"):

@@ -14,23 +14,23 @@ from typing import Any
 import torch
 
 from deltafront.workers.model.directory.layer_config import LinearConfig
+from deltafront.workers.model.directory.model_config import LINEAR
 from deltafront.workers.model.directory.model_files import ModelError
 
-MODULE = "linear_attn"
 TENSORS: Mapping[str, str] = {
-    "attn_qkv": f"{MODULE}.in_proj_qkv",
-    "attn_gate": f"{MODULE}.in_proj_z",
-    "ssm_ba": f"{MODULE}.in_proj_ba",
-    "ssm_beta": f"{MODULE}.in_proj_b",
-    "ssm_alpha": f"{MODULE}.in_proj_a",
-    "ssm_conv1d": f"{MODULE}.conv1d",
-    "ssm_a": f"{MODULE}.A_log",
-    "ssm_dt.bias": f"{MODULE}.dt_bias",
-    "ssm_norm": f"{MODULE}.norm",
-    "ssm_out": f"{MODULE}.out_proj",
+    "attn_qkv": f"{LINEAR}.in_proj_qkv",
+    "attn_gate": f"{LINEAR}.in_proj_z",
+    "ssm_ba": f"{LINEAR}.in_proj_ba",
+    "ssm_beta": f"{LINEAR}.in_proj_b",
+    "ssm_alpha": f"{LINEAR}.in_proj_a",
+    "ssm_conv1d": f"{LINEAR}.conv1d",
+    "ssm_norm": f"{LINEAR}.norm",
+    "ssm_out": f"{LINEAR}.out_proj",
     "post_attention_norm": "post_attention_layernorm",
 }
-"""llama.cpp's names of a layer's tensors, mapped to ours."""
+"""llama.cpp's names of a layer's modules, mapped to ours."""
+PARAMETERS: Mapping[str, str] = {"ssm_a": f"{LINEAR}.A_log", "ssm_dt.bias": f"{LINEAR}.dt_bias"}
+"""Names of tensors that belong to no module."""
 KEYS: Mapping[str, str] = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -42,7 +42,7 @@ KEYS: Mapping[str, str] = {
 READ = ("ssm.inner_size", "rope.dimension_sections", "attention.recurrent_layers")
 """Metadata keys that are read elsewhere. The sections of a rotary embedding are equal for text."""
 
-QKVZ, QKV, Z = (f"{MODULE}.in_proj_{name}.weight" for name in ("qkvz", "qkv", "z"))
+QKVZ, QKV, Z = (f"{LINEAR}.in_proj_{name}.weight" for name in ("qkvz", "qkv", "z"))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LinearTensors:
         return torch.cat(parts)[order.argsort()]
 
     def _single(self, name: str) -> torch.Tensor:
-        x, of = self.read(name), name.rpartition(f"{MODULE}.")[2]
+        x, of = self.read(name), name.rpartition(f"{LINEAR}.")[2]
         if of == "A_log":
             x = (-x).log()
         if self.tiled:
@@ -111,16 +111,3 @@ def linear_keys(field: Callable[..., Any]) -> dict[str, Any]:
             raise ModelError(f"GGUF metadata: attention.recurrent_layers = {recurrent!r} is no list")
         found["layer_types"] = ["linear_attention" if one else "full_attention" for one in recurrent]
     return found
-
-
-def sizes_of(config: Mapping[str, Any], fused: bool) -> LinearConfig:
-    """Return the sizes of linear attention that `KEYS` and `linear_keys` gave."""
-    return LinearConfig(
-        layers=(),
-        key_heads=config["linear_num_key_heads"],
-        value_heads=config["linear_num_value_heads"],
-        key_dim=config["linear_key_head_dim"],
-        value_dim=config["linear_value_head_dim"],
-        conv_width=config["linear_conv_kernel_dim"],
-        fused=fused,
-    )

@@ -11,6 +11,8 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from deltafront.workers.model.directory.headers import open_gguf
+from deltafront.workers.model.directory.layer_config import read_linear
+from deltafront.workers.model.directory.model_config import LINEAR
 from deltafront.workers.model.directory.model_files import ModelError, gguf_parts
 from deltafront.workers.model.family_registry import gguf_families
 from deltafront.workers.model.weights.gguf import linear
@@ -113,17 +115,15 @@ class GgufSource:
             self._keys |= linear.KEYS
         blocks = {**_BLOCK, **(_EXPERTS if self._has_experts else {}), **self._gguf.tensors}
         blocks |= linear.TENSORS if self._is_hybrid else {}
-        self._names = dict(self._places(blocks))
-        self._public = frozenset(self._names)
-        if self.family.fuses_linear:
-            fused = {name for name in self._names if name.endswith(linear.QKV)}
-            others = {name.replace(linear.QKV, linear.Z) for name in fused}
-            whole = {name.replace(linear.QKV, linear.QKVZ): self._names[name] for name in fused}
-            self._names |= whole
-            self._public = self._public - fused - others | whole.keys()
+        self._names = dict(self._places(blocks, linear.PARAMETERS if self._is_hybrid else {}))
+        self._unfused = (linear.QKV, linear.Z) if self.family.fuses_linear else ()
+        """The ends of names of tensors that are parts of a fused one."""
+        if self._unfused:
+            firsts = [name for name in self._names if name.endswith(linear.QKV)]
+            self._names |= {name.replace(linear.QKV, linear.QKVZ): self._names[name] for name in firsts}
 
     def names(self) -> frozenset[str]:
-        return self._public
+        return frozenset(name for name in self._names if not name.endswith(self._unfused))
 
     @property
     def _layers(self) -> int:
@@ -145,32 +145,30 @@ class GgufSource:
     def _has_experts(self) -> bool:
         return "num_experts" in self.family.implied
 
-    def _places(self, blocks: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, int | None]]]:
+    def _places(
+        self, blocks: Mapping[str, str], parameters: Mapping[str, str]
+    ) -> Iterator[tuple[str, tuple[str, int | None]]]:
         """Yield our name of each tensor, with its name in the file and its expert's number (None: no expert).
         Multi-token prediction and RoPE factors are left out."""
         predicting = tuple(f"blk.{self._layers + n}." for n in range(self._predicting))
         for name in self._tensors.keys() - {*_ROPE_FACTORS}:
             if name.startswith(predicting):
                 continue
-            own = _own_name(name, blocks)
+            own = _own_name(name, blocks, parameters)
             experts = int(self._tensors[name].shape[-1]) if "{}" in own else None
             for expert in (None,) if experts is None else range(experts):
                 yield own.format(expert), (name, expert)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in Hugging Face's layout. A quantised tensor becomes float32."""
-        if self._is_hybrid and f".{linear.MODULE}." in name:
-            return self._linear_tensors(name)
-        return self._read(name)
+        return self._linear_tensors(name) if f".{LINEAR}." in name else self._read(name)
 
     @cached_property
     def _linear_tensors(self) -> linear.LinearTensors:
-        sizes = linear.sizes_of(self._linear_config(), self.family.fuses_linear)
-        return linear.LinearTensors(self._read, sizes, tiled=not self.family.fuses_linear)
-
-    def _linear_config(self) -> dict[str, Any]:
-        numbers = {own: int(self.model_field(key)) for key, own in linear.KEYS.items()}
-        return numbers | linear.linear_keys(self.model_field)
+        sizes = read_linear(self.config(), self.family, self._layers)
+        if sizes is None:
+            raise ModelError(f"{self.path}: its metadata name no layer with linear attention")
+        return linear.LinearTensors(self._read, sizes, tiled=not sizes.fused)
 
     def _read(self, name: str) -> torch.Tensor:
         stored, expert = self._names[name]
@@ -180,7 +178,7 @@ class GgufSource:
             data = _unpermute(data, int(self.model_field(heads, self.model_field("attention.head_count"))))
         if name.endswith(self._gguf.rows):
             data = data.view(1, -1)
-        if self._gguf.adds_offset and name.endswith("norm.weight") and f".{linear.MODULE}." not in name:
+        if self._gguf.adds_offset and name.endswith("norm.weight") and f".{LINEAR}." not in name:
             data = data - self.family.fixed["norm_offset"]
         return data
 
@@ -373,13 +371,13 @@ def _is_inert(value: Any, wanted: Any) -> bool:
     return bool(value == wanted) if wanted else not value
 
 
-def _own_name(name: str, blocks: Mapping[str, str]) -> str:
+def _own_name(name: str, blocks: Mapping[str, str], parameters: Mapping[str, str]) -> str:
     if name in _TOP:
         return _TOP[name]
     block, _, rest = name.partition(".")
     number, _, module = rest.partition(".")
-    if block == "blk" and module in blocks:  # a tensor without a kind
-        return f"model.layers.{number}.{blocks[module]}"
+    if block == "blk" and module in parameters:
+        return f"model.layers.{number}.{parameters[module]}"
     part, _, kind = module.rpartition(".")
     if block != "blk" or part not in blocks or kind not in ("weight", "bias"):
         raise ModelError(f"GGUF tensor {name!r} is not part of such a decoder")
