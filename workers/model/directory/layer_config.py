@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from deltafront.workers.model.directory.model_files import (
@@ -118,27 +118,24 @@ class LinearConfig:
         """Return the sizes on each of `ranks` tensor-parallel ranks."""
         return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
-    def sections(self, module: str) -> tuple[int, ...]:
-        """Return the rows of q, k, v, z, beta and decay in a module's matrix. Ranks share each of them."""
+    @property
+    def sections(self) -> dict[str, tuple[int, ...]]:
+        """The rows of each part of the modules that have several: q, k, v and z, or beta and decay. Ranks
+        share every part."""
         keys, values = self.key_heads * self.key_dim, self.value_width
-        return {
-            "in_proj_qkvz": (keys, keys, values, values),
-            "in_proj_ba": (self.value_heads,) * 2,
-            "in_proj_z": (values,),
-            "in_proj_b": (self.value_heads,),
-            "in_proj_a": (self.value_heads,),
-        }.get(module, (keys, keys, values))
+        qkv = keys, keys, values
+        gates = self.value_heads, self.value_heads
+        return {"in_proj_qkvz": (*qkv, values), "in_proj_qkv": qkv, "conv1d": qkv, "in_proj_ba": gates}
 
     def rows_by_kind(self, module: str) -> list[int]:
         """Return the order of a fused matrix's rows in which all q come first, then all k, v and z, or all
         beta, then all decays. A checkpoint has them by key heads."""
-        widths = [width // self.key_heads for width in self.sections(module)]
-        starts, group = [0, *accumulate(widths)], sum(widths)
+        cuts = [0, *accumulate(rows // self.key_heads for rows in self.sections[module])]
         return [
-            head * group + row
-            for start, width in zip(starts, widths, strict=False)
+            head * cuts[-1] + row
+            for start, end in pairwise(cuts)
             for head in range(self.key_heads)
-            for row in range(start, start + width)
+            for row in range(start, end)
         ]
 
     @property

@@ -56,7 +56,6 @@ _ATTENTION = ("input_layernorm.", "self_attn.", f"{LINEAR}.")
 _MLP = ("post_attention_layernorm.", "mlp.")
 _FUSED_Q_GATE = ".self_attn.q_proj.weight", f".self_attn.{GATE}.weight"
 _ROTATED = ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm")
-_BY_SECTIONS = tuple(f"{module}.weight" for module in ("in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "conv1d"))
 _BY_HEADS = "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", GATE
 
 
@@ -161,8 +160,8 @@ class _Reader:
         tensor, config, module = self._read(name), self.spec.config, name.split(".")[-2]
         if module == "gate_up_proj":
             return tensor.chunk(2)
-        if config.linear is not None and f".{LINEAR}." in name and name.endswith(_BY_SECTIONS):
-            return torch.split(tensor, list(config.linear.sections(module)))
+        if config.linear is not None and module in config.linear.sections:
+            return torch.split(tensor, list(config.linear.sections[module]))
         if module != "qkv_proj":
             return (tensor,)
         rows = [heads * config.head_dim for heads in (config.q_heads, config.kv_heads, config.kv_heads)]
