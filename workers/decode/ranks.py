@@ -7,7 +7,6 @@ ranks. In a KV hand-off, each rank copies only its own heads.
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -27,12 +26,11 @@ from deltafront.workers.decode.step_rows import LaunchedStep, Row
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.fetch import to_host
 from deltafront.workers.kv.handoff.protocols import KVReader, UsePages
-from deltafront.workers.kv.host_memory import make_host_memory
+from deltafront.workers.kv.host_memory import RankStates, make_host_memory
 from deltafront.workers.kv.pages.host_tier import Runs
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.kv.pages.request_pages import PageCopy
 from deltafront.workers.kv.peer_memory import CudaPeerMemory
-from deltafront.workers.kv.states import RankStates
 from deltafront.workers.messages.requests import DecodeFailed
 from deltafront.workers.messages.stages import HostKV, KVAnnouncement, KVRange, Rendezvous
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, GroupCollectives
@@ -228,17 +226,14 @@ class FollowerRank:
         return await asyncio.wrap_future(self.ordered(work, *arguments))
 
     def ordered(self, work: str, *arguments: Any) -> Future[Any]:
-        """Do what `Rank.state` says, after all calls of `compute` so far."""
+        """Begin `Rank.state`."""
         return self._compute.submit(self._on_state, work, *arguments)
 
     def _on_state(self, work: str, *arguments: Any) -> Any:
         if self.fault:
             raise DecodeFailed(self.fault)
         self._runner.wait()
-        if work == "move":
-            assert self._host is not None
-            return self._host.copy_state(*arguments)
-        return getattr(RankStates(self._runner.cache), work)(*arguments)
+        return getattr(RankStates(self._runner.cache, self._host), work)(*arguments)
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int], state: int) -> None:
         assert self._host is not None
@@ -256,17 +251,15 @@ class InOrder:
     """Makes numbered calls in the order 0, 1, 2, …, in whatever order they arrive. Each number is used
     once."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-        self._next = itertools.count()
-        self._expected = next(self._next)
-        self._early: dict[int, tuple[Any, ...]] = {}
+    def __init__(self) -> None:
+        self._expected = 0
+        self._early: dict[int, Callable[[], object]] = {}
 
-    def __call__(self, number: int, *arguments: Any) -> None:
-        self._early[number] = arguments
+    def __call__(self, number: int, call: Callable[[], object]) -> None:
+        self._early[number] = call
         while self._expected in self._early:
-            self._call(*self._early.pop(self._expected))
-            self._expected = next(self._next)
+            self._early.pop(self._expected)()
+            self._expected += 1
 
 
 class RanksReader:

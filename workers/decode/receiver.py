@@ -16,7 +16,7 @@ from deltafront.workers.kv.fetch import to_host
 from deltafront.workers.kv.handoff.inbox import KVInbox
 from deltafront.workers.kv.handoff.mapped import PageWriters
 from deltafront.workers.kv.handoff.protocols import KVReader
-from deltafront.workers.kv.states import RankStates
+from deltafront.workers.kv.host_memory import RankStates
 from deltafront.workers.messages.requests import DecodeFailed
 from deltafront.workers.messages.stages import (
     FirstLogits,

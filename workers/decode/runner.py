@@ -363,6 +363,7 @@ class DecodeRunner:
         return torch.cat([pages_N, table_N[:1].expand(lacking), *again])
 
     def wait(self) -> None:
+        """Wait until a GPU has run what was launched."""
         if self.stack.device.type == "cuda":
             torch.cuda.current_stream(self.stack.device).synchronize()
 

@@ -159,17 +159,17 @@ class RankActor:
         self.hosted: FollowerRank = load_rank(
             rank, model, config, reader=partial(kv_reader, handoff), tell=tell
         )
-        self._in_order = InOrder(lambda call, *arguments: call(*arguments))
+        self._in_order = InOrder()
 
     async def join(self, rendezvous: Rendezvous) -> None:
         await asyncio.to_thread(self.hosted.join, rendezvous)
 
     async def compute(self, number: int, work: str, *arguments: Any) -> None:
         """Run calls in the order of their numbers, because Ray may deliver them in another order."""
-        self._in_order(number, self.hosted.compute, work, *arguments)
+        self._in_order(number, lambda: self.hosted.compute(work, *arguments))
 
     async def state(self, number: int, work: str, *arguments: Any) -> Any:
-        """Call `FollowerRank.ordered` between the calls of `compute`, by its number."""
+        """Run `FollowerRank.ordered` in the order of numbers, which calls of `compute` have, too."""
         begun = asyncio.get_running_loop().create_future()
         self._in_order(number, lambda: begun.set_result(self.hosted.ordered(work, *arguments)))
         return await asyncio.wrap_future(await begun)

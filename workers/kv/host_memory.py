@@ -16,6 +16,7 @@ from deltafront.workers.kv.pages.host_states import state_share
 from deltafront.workers.kv.pages.host_tier import BATCH_PAGES, Runs, least_gib
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS
 from deltafront.workers.kv.pages.store_tier import AT_ONCE, StoreError
+from deltafront.workers.kv.states import packed
 from deltafront.workers.roles import Rank
 from deltafront.workers.settings import DecodeConfig
 
@@ -96,6 +97,35 @@ class HostMemory:
 
     def close(self) -> None:
         self._threads.shutdown()
+
+
+class RankStates:
+    """Reads and writes a rank's states for other processes and for host memory, on the stream of received KV.
+
+    Args:
+        cache: The rank's KV cache, which has the states.
+        host: The rank's host memory; None: there is none.
+    """
+
+    def __init__(self, cache: PagedKVCache, host: HostMemory | None = None) -> None:
+        assert cache.states is not None, "the model has states"
+        self._cache, self._states, self._host = cache, cache.states, host
+
+    def write(self, slots: Sequence[int], layers: Sequence[int], arrays: Sequence[Any]) -> None:
+        """Write this rank's part of a state (`StateCache.write`)."""
+        with self._cache.moving():
+            self._states.write(slots, layers, arrays)
+
+    def read(self, slot: int) -> tuple[Any, ...]:
+        """Return the arrays of this rank's part of a state, in host memory."""
+        with self._cache.moving():
+            copied = self._states.to_host(slot)
+        return packed(copied)
+
+    def move(self, slot: int, kept: int, back: bool) -> None:
+        """Run `HostMemory.copy_state`."""
+        assert self._host is not None
+        self._host.copy_state(slot, kept, back)
 
 
 class RanksMemory:

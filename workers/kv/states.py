@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from deltafront.kernels.gated_delta.states import LayerStates
-from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.host_copies import as_numpy, as_tensor
 
 State = tuple[torch.Tensor, ...]
@@ -24,8 +23,8 @@ State = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Heads:
-    """Where a tensor of a state has heads, which tensor-parallel ranks share. Rank r has part r of each
-    section of the whole tensor.
+    """The heads in a tensor of a state, which tensor-parallel ranks share. Rank r has part r of each section
+    of the whole tensor.
 
     Args:
         axis: The dimension of the heads in a tensor [layers, …].
@@ -55,7 +54,7 @@ class StateCache(ABC):
 
     Attributes:
         layers: Indices in the model of the layers that have a state, ascending.
-        heads: For each tensor of a state, where it has heads.
+        heads: The heads in each tensor of a state.
     """
 
     layers: tuple[int, ...]
@@ -164,29 +163,6 @@ class LinearStates(StateCache):
         other = LinearStates(self.layers, *shapes, slots, self.conv_SLWE.dtype, self.conv_SLWE.device)
         other.take([0], self, 0)
         return other
-
-
-class RankStates:
-    """What other processes do with the states of a decode worker's rank, on the stream of received KV.
-
-    Args:
-        cache: The rank's KV cache, which has the states.
-    """
-
-    def __init__(self, cache: PagedKVCache) -> None:
-        assert cache.states is not None, "the model has states"
-        self._cache, self._states = cache, cache.states
-
-    def write(self, slots: Sequence[int], layers: Sequence[int], arrays: Sequence[Any]) -> None:
-        """Write this rank's part of a state (`StateCache.write`)."""
-        with self._cache.moving():
-            self._states.write(slots, layers, arrays)
-
-    def read(self, slot: int) -> tuple[Any, ...]:
-        """Return the arrays of this rank's part of a state, in host memory."""
-        with self._cache.moving():
-            copied = self._states.to_host(slot)
-        return packed(copied)
 
 
 def packed(state: State | None) -> tuple[Any, ...]:

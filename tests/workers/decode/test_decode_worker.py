@@ -130,7 +130,7 @@ def test_start_fails_if_a_rank_fails(cluster: Any, tiny_llama: Path, monkeypatch
 
     class Failing(worker.RankActor):  # type: ignore[misc]
         async def compute(self, number: int, work: str, *arguments: Any) -> None:
-            self._in_order(number, self.hosted.compute, work, "too many", *arguments)
+            self._in_order(number, lambda: self.hosted.compute(work, "too many", *arguments))
 
     monkeypatch.setattr(worker, "RankActor", Failing)
     config = DecodeConfig(cache_tokens=512, page_selection="full", tensor_parallel=2, warm_up=True)
