@@ -221,9 +221,9 @@ class ServiceConfig(BaseModel):
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
         gib, number = self.decode.host_cache_gib, 4 if self.model.dtype == "float32" else 2
         token = model.kv_bytes(model.kv_layers, number, self.decode.kv_dtype is not None)
-        states = self.decode.state_slots * model.state_bytes(range(model.layers), number)
-        share = state_share(self.decode.cache_tokens * token, states)
-        if 0 < gib < (least := least_gib(PAGE_TOKENS * token, share)):
+        state = model.state_bytes(range(model.layers), number)
+        share = state_share(self.decode.cache_tokens * token, self.decode.state_slots * state)
+        if 0 < gib < (least := least_gib(PAGE_TOKENS * token, state, share)):
             problems.append(f"decode.host_cache_gib = {gib:g}: must be 0, or at least {least + 5e-4:.3f}")
         # A decode worker prefills appended text with prefill's kernels.
         heads = PREFILL_HEAD_DIMS

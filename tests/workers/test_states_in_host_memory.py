@@ -248,3 +248,13 @@ async def test_disk_has_room_for_groups_and_their_states(served: Any, tmp_path: 
         await saved(run)
         assert store._used <= store._room
     assert len(store) == len(store._with_state) == 2 and len(files(tmp_path)) == 4 * run.ranks
+
+
+async def test_a_state_that_never_fits_on_disk_evicts_no_group(served: Any, tmp_path: Path) -> None:
+    run = await served(**ROOM | {"store": str(tmp_path)})
+    store = run.engine._tiers.store
+    store._room, store._state_groups = 2, 2
+    for seed in range(2):
+        await run.read(f"r{seed}", prompt(GROUP + 70, seed))
+        await saved(run)
+    assert len(store) == 2 and not store._with_state

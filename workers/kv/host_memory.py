@@ -187,14 +187,15 @@ def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> 
     state, page = state_bytes(cache) * ranks, page_bytes(cache.sides) * ranks
     share = state_share(config.cache_tokens // PAGE_TOKENS * page, config.state_slots * state)
     room = int(config.host_cache_gib * 2**30)
-    slots = int(room * (1 - share)) // page
-    if slots < BATCH_PAGES:
-        least = least_gib(page, share)
+    for_states = int(room * share)
+    slots, state_slots = (room - for_states) // page, for_states // state if state else 0
+    if slots < BATCH_PAGES or (state and not state_slots):
+        least = least_gib(page, state, share)
         raise ValueError(
             f"decode.host_cache_gib: {config.host_cache_gib:g} is too little, {least:.3f} is the least"
         )
     files = KVFiles(Path(config.store), kv_form(cache, digest)) if config.store else None
-    return HostMemory(cache, slots, files, max(1, int(room * share) // state) if state else 0)
+    return HostMemory(cache, slots, files, state_slots)
 
 
 def kv_form(cache: PagedKVCache, digest: str) -> str:

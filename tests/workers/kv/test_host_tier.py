@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import pytest
@@ -378,3 +379,14 @@ def test_pages_and_states_of_all_ranks_share_the_memory(ranks: int) -> None:
     taken = memory.slots * page, memory.state_slots * state
     assert 0.98 * 0.02 * 2**30 < sum(taken) <= 0.02 * 2**30
     assert taken[1] / taken[0] == pytest.approx(40 * state / (256 * page), rel=0.02)
+
+
+def test_host_memory_holds_a_batch_of_pages_and_a_state_at_least() -> None:
+    """With few slots on the GPU, the state alone decides: its share is small."""
+    cache = PagedKVCache((0, 3), 2, 8, 5, torch.float32, "cpu")
+    cache.states = LinearStates((1, 2), (3, 96), (4, 64, 64), 2, torch.float32, torch.device("cpu"))
+    config = DecodeConfig(host_cache_gib=0.002, cache_tokens=65_536, state_slots=4)
+    with pytest.raises(ValueError, match=r"host_cache_gib: 0\.002 is too little, 0\.004 is the least"):
+        make_host_memory(cache, config, "")
+    memory = make_host_memory(cache, replace(config, host_cache_gib=0.005), "")
+    assert memory is not None and memory.state_slots == 1 and memory.slots > host_tier.BATCH_PAGES

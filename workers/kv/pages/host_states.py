@@ -40,12 +40,10 @@ class HostStates:
 
     Attributes:
         slots: The slots in host memory, from 1 on.
-        too_late: Number of states that left the GPU before they were copied, or for which no slot was free.
     """
 
     def __init__(self, on_gpu: StateSlots, slots: int, move: MoveState) -> None:
         self.slots = on_gpu.below = StateSlots(slots)
-        self.too_late = 0
         self._on_gpu, self._move = on_gpu, move
         self._offered: deque[bytes] = deque()
         self._wake = asyncio.Event()
@@ -90,14 +88,12 @@ class HostStates:
             return
         slot = self._on_gpu.find(name)
         if slot is None or not self.slots.free:
-            self.too_late += 1
             return
         (kept,) = self.slots.take(1)
         try:
             await self._move(slot, kept, False)
+            # Else the slot was written during the copy, even if an equal name is cached there again.
             if self._on_gpu.name(slot) is name:
                 self.slots.cache(name, kept)
-            else:  # the slot was written during the copy, even if an equal name is cached there again
-                self.too_late += 1
         finally:
             self.slots.release([kept])

@@ -26,14 +26,16 @@ Move = Callable[[Runs, range, bool], Awaitable[None]]
 """Runs `HostMemory.copy` on every rank."""
 
 
-def least_gib(page_bytes: int, state_share: float) -> float:
-    """Return the smallest possible `decode.host_cache_gib` besides 0. Pure.
+def least_gib(page_bytes: int, state_bytes: int, state_share: float) -> float:
+    """Return the smallest possible `decode.host_cache_gib` besides 0: it holds a batch of pages and a state.
+    Pure.
 
     Args:
-        page_bytes: Bytes of a page on all ranks.
+        page_bytes, state_bytes: Bytes of a page and of a state, on all ranks.
         state_share: The share of the memory that states get.
     """
-    return BATCH_PAGES * page_bytes / (1 - state_share) / 2**30
+    pages = BATCH_PAGES * page_bytes / (1 - state_share)
+    return max(pages, state_bytes / state_share if state_bytes else 0.0) / 2**30
 
 
 class PagesBack:

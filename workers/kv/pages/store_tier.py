@@ -29,7 +29,7 @@ AT_ONCE = 8
 """Maximum number of groups of one prompt that are loaded at the same time."""
 
 _STATE = b"state"
-"""What follows a group's name in the name of its state."""
+"""The suffix of a state's name, after its group's name."""
 
 Stored = Callable[[str, bytes, Sequence[int], int], Awaitable[None]]
 """Runs `HostMemory.stored` on every rank: `save`, `load` or `remove` of a group or state by name. Raises
@@ -279,6 +279,8 @@ class StoreTier:
         """Save the state of a group on disk, if host memory has one."""
         states, number = self._states, self._groups.page_of(name)
         if states is None or number is None or name in self._with_state:
+            return
+        if 1 + self._state_groups > self._room:  # else all groups would be evicted for nothing
             return
         if (slot := states.slots.find(name)) is None:
             return
