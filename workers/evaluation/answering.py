@@ -187,33 +187,33 @@ class Together:
 
         Args:
             hidden_BC: The hidden rows after the tokens begun_B.
-            begun_B: The samples' first tokens, equally many, whose KV is there; empty: none.
+            begun_B: The samples' first tokens, equally many, whose KV is there; empty: none, and the
+                log-probabilities are measured.
 
         Returns:
-            The tokens, and the mean log-probability of the first TOLD ones, without those of begun_B.
+            The tokens, and the mean log-probability of the first TOLD ones; 0 where it is not measured.
         """
-        best_B = list[float]()
         ends, said = set(self._stack.config.eos_ids), [list[int]() for _ in lengths]
-        logp_B = [list[float]() for _ in lengths]
+        measured: list[torch.Tensor] = []
         ended, begun = [False] * len(lengths), len(begun_B[0]) if begun_B else 0
         for step in range(tokens):
             if step < begun:
                 token_B = torch.tensor([ids[step] for ids in begun_B])
             else:
-                logits_BV = self._stack.logits(hidden_BC).float()
-                best_B1, token_B1 = logits_BV.max(-1, keepdim=True)
-                token_B, best_B = token_B1[:, 0], (best_B1[:, 0] - logits_BV.logsumexp(-1)).tolist()
+                best_B, token_B = (logits_BV := self._stack.logits(hidden_BC).float()).max(-1)
+                if not begun_B and step < TOLD:
+                    measured.append(best_B - logits_BV.logsumexp(-1))
             for place, token in enumerate(token_B.tolist()):
                 ended[place] |= token in ends
                 if not ended[place]:
                     said[place].append(token)
-                    if step >= begun:
-                        logp_B[place].append(best_B[place])
             if step == tokens - 1 or (step % 8 == 7 and self._all_done(samples, said, ended, decode)):
                 break
             if step >= begun:
                 hidden_BC = self._next(token_B, lengths, step, steps)
-        return said, [sum(logp[:TOLD]) / max(1, len(logp[:TOLD])) for logp in logp_B]
+        logp_BT = torch.stack(measured, 1).tolist() if measured else [[0.0]] * len(said)
+        spoken = zip(logp_BT, (min(len(ids), TOLD) for ids in said), strict=True)
+        return said, [sum(logp_T[:count]) / max(1, count) for logp_T, count in spoken]
 
     def _forced(
         self,
