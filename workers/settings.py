@@ -210,8 +210,8 @@ class DecodeConfig(WorkerConfig):
     """GiB of host memory to which a worker offloads its prefix cache; 0: none. On a GPU worker this memory is
     pinned."""
     store: Directory | None = None
-    """A directory where a worker saves cached blocks from its host memory, in files of 256 tokens. The files
-    outlive the worker, and several workers of one model may share them. None: nothing is saved."""
+    """A directory where a worker saves its prefix cache from host memory, in files of 256 tokens or a state.
+    They outlive the worker, and workers of one model may share them. None: nothing is saved."""
     store_gib: Positive = 100.0
     """Maximum size of a worker's files in GiB. It evicts the least recently used."""
     max_batch: Count = 64
