@@ -155,13 +155,8 @@ def main(given: Sequence[str] | None = None) -> int:
         logp_BT = torch.cat([part.logp_BT for part in parts])
         best_BT = torch.cat([part.best_BT for part in parts])
         made = row(str(setting), Decoded(ids_BT, logp_BT, best_BT, parts[0].seconds), dense)
-        rows.append(
-            {
-                **made,
-                "together": arguments.together,
-                "pages_read": share_read(plan, stack.config.kv_layers, longest),
-            }
-        )
+        pages_read = share_read(plan, stack.config.kv_layers, longest)
+        rows.append({**made, "together": arguments.together, "pages_read": pages_read})
         print(json.dumps(rows[-1]), flush=True)
         run = {**recorded(arguments), "longest_prompt": longest - arguments.answer_tokens}
         write_json(arguments.result, {**run, "prompts": len(samples), "rows": rows})

@@ -113,7 +113,7 @@ class HostPlan:
 
 def uses(demand: Demand) -> Iterator[HostUse]:
     """Yield the possible assignments of GPUs, the best first: the best weight format, then more stages (for a
-    lower TTFT), then more ranks.
+    lower TTFT), then more ranks, or fewer if layers have states.
 
     Ranks have separate GPUs if there are enough for both.
     """
@@ -122,7 +122,7 @@ def uses(demand: Demand) -> Iterator[HostUse]:
         n for n in range(most, 0, -1) if demand.stages in (None, n) and _all_have_pages(demand.model, n)
     ]
     cuts = [n for n in rank_counts(demand.model) if demand.ranks in (None, n) and n <= demand.gpus]
-    if not demand.model.state_layers:  # several ranks with states are not measured: if one does not fit
+    if not demand.model.state_layers:  # nobody has measured several ranks with states: one comes first
         cuts.reverse()
     for kind, stages, ranks in itertools.product(demand.quantisations, counts, cuts):
         if kind is None or not any(width % 16 for width in demand.model.matrix_widths(ranks)):
@@ -212,13 +212,11 @@ def gpus_needed(demand: Demand) -> int | None:
 
 def kept_gib(demand: Demand, found: HostPlan) -> float:
     """Return the size in GiB of the decode worker's KV cache and states, summed over its ranks."""
-    return (_page_bytes(demand, found) + found.state_slots * _state_bytes(demand)) / GIB
+    return (_token_bytes(demand) * found.decode_tokens + found.state_slots * _state_bytes(demand)) / GIB
 
 
-def _page_bytes(demand: Demand, found: HostPlan) -> int:
-    """Return the bytes of the decode worker's KV cache."""
-    token = kv_bytes(demand.model, demand.model.kv_layers, demand.dtype, demand.kv_dtype)
-    return token * found.decode_tokens
+def _token_bytes(demand: Demand) -> int:
+    return kv_bytes(demand.model, demand.model.kv_layers, demand.dtype, demand.kv_dtype)
 
 
 def cache_tokens(tokens: int) -> int:
@@ -313,13 +311,13 @@ def explained(demand: Demand, found: HostPlan, host_reason: str = "") -> list[st
         kept, most = 2 * kept, "+"
     prompts, contexts = (tokens // context for tokens in (found.prefill_tokens, found.decode_tokens))
     host = f"one host, {demand.gpus} × {demand.gpu_gib:.1f} GiB"
-    number = "fewest" if demand.model.state_layers else "most"
+    how_many = "fewest" if demand.model.state_layers else "most"
     lines = [
         f"contexts of {found.tokens:,} tokens (prompt and answer); {host}",
         f"model.quantisation {kind}",
         f"prefill.stages {use.stages}: the most that fit, for a fast first token",
         f"prefill.cache_tokens {found.prefill_tokens:,}: {prompts} such prompts at once",
-        f"decode.tensor_parallel {use.ranks}: the {number} ranks that fit and divide the KV heads",
+        f"decode.tensor_parallel {use.ranks}: the {how_many} ranks that fit and divide the KV heads",
         f"decode.gpus {where}",
         f"decode.cache_tokens {found.decode_tokens:,}: all remaining memory, {contexts} such contexts",
         f"fullest GPU: {stage:.1f} GiB (stage) {most} {rank:.1f} (rank), and {kept:g} kept free",
@@ -332,8 +330,9 @@ def explained(demand: Demand, found: HostPlan, host_reason: str = "") -> list[st
     if demand.model.rolling_buffer:
         lines.append("model.rolling_buffer true: layers with windows keep the KV of their window alone")
     if demand.host_cache_gib:
-        share = state_share(_page_bytes(demand, found), found.state_slots * _state_bytes(demand))
-        tokens = host_tokens(_page_bytes(demand, found) // found.decode_tokens, demand.host_cache_gib, share)
+        token = _token_bytes(demand)
+        share = state_share(token * found.decode_tokens, found.state_slots * _state_bytes(demand))
+        tokens = host_tokens(token, demand.host_cache_gib, share)
         lines.append(
             f"decode.host_cache_gib {demand.host_cache_gib:g}: pinned host memory for {tokens:,} cached "
             "tokens, including those on the GPUs" + (f"; {host_reason}" if host_reason else "")

@@ -240,8 +240,12 @@ def sizing(
         raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
     if ranks in (None, 1) and not model.rolling_buffer:
         how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "kv_dtype": kv_dtype}
-        how |= {"stages": stages, "ranks": ranks, "reserve_gib": reserve_gib}
-        how |= {"host_cache_gib": host_cache_gib}
+        how |= {
+            "stages": stages,
+            "ranks": ranks,
+            "reserve_gib": reserve_gib,
+            "host_cache_gib": host_cache_gib,
+        }
         rolling = with_rolling_buffers(model)
         if rolling.rolling_buffer:
             found = sizing(name, rolling, tokens, concurrency, gpu_gib, **how)

@@ -142,7 +142,8 @@ def worth_loading(prefix: Prefix, rates: Rates) -> Prefix:
     near = prefix.tokens - prefix.disk_tokens
     if rates.prefill is None or prefix.disk_s <= rates.prefill.seconds(near, prefix.tokens):
         return prefix
-    group_tokens = prefix.group_tokens if prefix.group_tokens <= near else 0  # another state is not known
+    # A group's state on disk is cut, too, and it is not known whether there is an earlier one.
+    group_tokens = prefix.group_tokens if prefix.group_tokens <= near else 0
     return replace(prefix, tokens=near, disk_tokens=0, disk_s=0.0, group_tokens=group_tokens)
 
 

@@ -142,9 +142,10 @@ class PageManager:
         pages = pages[:count]
         slots = slots[: count - len(pages)]
         held = _Held(tokens=reservation.prefix_tokens, pages=pages, slots=slots, exact=exact)
-        return held if self.states is None else self._with_state(held, self.states)
+        return held if self.states is None else self._find_state(held, self.states)
 
-    def _with_state(self, held: _Held, states: StateSlots) -> _Held | Refused:
+    def _find_state(self, held: _Held, states: StateSlots) -> _Held | Refused:
+        """Add the state after the held tokens, or refuse the reservation if it is no longer cached."""
         name = self._name(held.pages, held.slots, held.tokens // PAGE_TOKENS)
         if (state := states.find(name)) is not None:
             return replace(held, state=state)
