@@ -404,6 +404,12 @@ async def test_state_that_does_not_fit_fails_its_request(served: Any) -> None:
     assert run.free_slots == 40
 
 
+def branch(draw: random.Random, said: Sequence[list[int]], seed: int) -> list[int]:
+    """Return a prompt that begins like one of `said`, up to any token."""
+    before = draw.choice(said)
+    return [*before[: draw.randrange(20, len(before) + 1)], *prompt(draw.randrange(1, 30), seed)]
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_is_cached_answers_equal_those_read_anew(
     served: Any, expected: Expected, seed: int
@@ -413,12 +419,7 @@ async def test_whatever_is_cached_answers_equal_those_read_anew(
     run = await served(1 + seed % 3, looks_ahead=bool(seed % 2), state_slots=9, cache_tokens=4096)
     said = [prompt(draw.randrange(100, 260), seed=seed)]
     for turn in range(6):
-        asked = []
-        for _ in range(2):
-            before = draw.choice(said)
-            asked.append(
-                [*before[: draw.randrange(20, len(before) + 1)], *prompt(draw.randrange(1, 30), turn)]
-            )
+        asked = [branch(draw, said, turn) for _ in range(2)]
         answers = await asyncio.gather(
             *(run.talk(f"{turn}-{n}", ids, draw.random() < 0.5, wait=True) for n, ids in enumerate(asked)),
             return_exceptions=False,
@@ -435,13 +436,12 @@ async def test_an_answer_is_read_again_for_a_comparison(served: Any) -> None:
     given = (await run.ask("given", ids, GREEDY)).tokens
     whole = [*ids, *(token.token_id for token in given)]
     options = RequestOptions(prompt_logprobs=1, logprobs_from=len(ids), shadow=True)
-    for name in ("shadow", "ended"):
-        assert isinstance(await run.engine.reserve(reservation(name, len(whole), options)), Reserved)
-        if name == "shadow":
-            found, _finish = await read(run, name, whole)
+    assert isinstance(await run.engine.reserve(reservation("shadow", len(whole), options)), Reserved)
+    found, _finish = await read(run, "shadow", whole)
     dense = [token for token in found if token.index >= len(ids)]
     assert [token.token_id for token in dense] == [token.token_id for token in given]
     assert [token.logprob for token in dense] == pytest.approx([token.logprob for token in given], abs=1e-4)
+    assert isinstance(await run.engine.reserve(reservation("ended", len(whole), options)), Reserved)
     reading = asyncio.create_task(read(run, "ended", whole))
     await asyncio.sleep(0)
     await run.ask("another", ids, GREEDY)

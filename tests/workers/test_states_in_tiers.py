@@ -10,26 +10,17 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.decode.engine import DecodeEngine
-from deltafront.workers.kv.pages.store_tier import GROUP_PAGES
 from deltafront.workers.messages.events import FinishReason, Prefix
+from deltafront.workers.messages.prompts import LINK_BYTES
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
 
+from .decode.test_disk_tier import GROUP, files, saved
+from .decode.test_host_cache import copied
 from .keys import key_of
-from .test_states import SPACING, Expected, StateBench, expected, model, prompt, served
+from .test_states import SPACING, Expected, StateBench, branch, expected, model, prompt, served
 
 __all__ = ["expected", "model", "served"]
 ROOM: dict[str, Any] = {"cache_tokens": 48 * 16, "state_slots": 12, "host_cache_gib": 0.1}
-
-
-def busy(engine: DecodeEngine) -> bool:
-    host = engine._manager.host
-    return host is not None and host.busy
-
-
-async def copied(run: StateBench) -> None:
-    while busy(run.engine):
-        await asyncio.sleep(0.001)
 
 
 async def push_out(run: StateBench, pages: int) -> None:
@@ -40,7 +31,7 @@ async def push_out(run: StateBench, pages: int) -> None:
     pool.release(pool.allocate(pool.total - pages))
 
 
-async def places(run: StateBench, ids: list[int]) -> tuple[int, int]:
+def places(run: StateBench, ids: list[int]) -> tuple[int, int]:
     """Return how many pages of a prompt's prefix are on the GPU, and how many only in host memory."""
     pages, slots, _exact = run.engine._manager.find(key_of(ids))
     return len(pages), len(slots)
@@ -58,11 +49,11 @@ async def test_prompts_continue_from_host_memory(
     other = document + prompt(60, seed=2)
     held = await run.found(other)
     assert held == 256
-    near, below = await places(run, other)
+    near, below = places(run, other)
     assert (near + below, below > 0) == (held // 16, left < 48)
     go_on = run.group_goes_on if stages else run.go_on
     assert (await go_on("other", other, held)).ids == expected(other)
-    near, below = await places(run, other)
+    near, below = places(run, other)
     assert near >= held // 16 and not below, "all is on the GPU again"
     third = document + prompt(20, seed=3)
     assert (await run.go_on("third", third, held)).ids == expected(third)
@@ -123,11 +114,22 @@ async def test_a_request_that_leaves_during_the_copy_spoils_nothing(served: Any,
     run, document = await served(**ROOM), prompt(200)
     await run.read("first", document + prompt(30, seed=1))
     await push_out(run, 0)
-    other = document + prompt(25, seed=2)
+    other, host = document + prompt(25, seed=2), run.engine._manager.host.states
+    begun, may_end, bring_back = asyncio.Event(), asyncio.Event(), host.bring_back
+
+    async def slowly(back: Any) -> None:
+        begun.set()
+        await may_end.wait()
+        await bring_back(back)
+
+    host.bring_back = slowly
     leaving = asyncio.create_task(run.go_on("leaves", other, 3 * SPACING))
+    await begun.wait()
+    cancelled = asyncio.create_task(run.engine.cancel("leaves"))
     await asyncio.sleep(0)
-    await run.engine.cancel("leaves")
-    await asyncio.gather(leaving, return_exceptions=True)
+    assert not cancelled.done(), "the copy still writes into its pages and slot"
+    may_end.set()
+    await asyncio.gather(leaving, cancelled)
     assert (await run.talk("again", other)).ids == expected(other)
 
 
@@ -141,13 +143,8 @@ async def test_whatever_came_back_answers_equal_those_read_anew(
     run = await served(1 + seed % 3, looks_ahead=bool(seed % 2), **room)
     said, came = [prompt(draw.randrange(100, 260), seed=seed)], 0
     for turn in range(6):
-        asked = []
-        for _ in range(2):
-            before = draw.choice(said)
-            asked.append(
-                [*before[: draw.randrange(20, len(before) + 1)], *prompt(draw.randrange(1, 30), turn)]
-            )
-        came += sum([(await places(run, ids))[1] for ids in asked])
+        asked = [branch(draw, said, turn) for _ in range(2)]
+        came += sum(places(run, ids)[1] for ids in asked)
         answers = await asyncio.gather(
             *(run.talk(f"{turn}-{n}", ids, draw.random() < 0.5, wait=True) for n, ids in enumerate(asked))
         )
@@ -156,20 +153,6 @@ async def test_whatever_came_back_answers_equal_those_read_anew(
             said.append([*ids, *answer.ids])
         await push_out(run, draw.randrange(12))
     assert came, "host memory should be used"
-
-
-GROUP = GROUP_PAGES * 16
-
-
-async def saved(run: StateBench) -> None:
-    await copied(run)
-    store = run.engine._tiers.store
-    while store.busy:
-        await asyncio.sleep(0.001)
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("by_group", [False, True])
@@ -197,23 +180,20 @@ async def test_a_later_worker_continues_from_a_state_on_disk(
 async def test_a_prefix_on_disk_ends_where_a_state_is(
     served: Any, expected: Expected, tmp_path: Path
 ) -> None:
-    """The states of a group are lost, changed, or were never saved."""
+    """The file of the last group's state is gone, then those of both."""
     kept, document = ROOM | {"store": str(tmp_path)}, prompt(2 * GROUP + 70)
     first = await served(**kept)
     await first.read("first", document)
     await saved(first)
-    names = first.engine._tiers.store._with_state
-    last = max(names, key=lambda name: first.engine._manager.pool.prefix_cache.page_of(name) or 0)
-    memory = first.engine._tiers._memory
-    await memory.stored("remove", last + b"state", (), 0)
-    (gone,) = {*names} - {last}
-    second = await served(**kept)
-    found = await second.found(document)
-    assert found in (GROUP, 2 * GROUP)
-    assert (await second.go_on("again", document, found)).ids == expected(document)
-    await memory.stored("remove", gone + b"state", (), 0)
-    third = await served(**kept)
-    assert await third.found(document) == 0
+    key = key_of(document)
+    early, late = (key.root + key.chain[pages * LINK_BYTES :][:LINK_BYTES] for pages in (15, 31))
+    assert first.engine._tiers.store._with_state == {early, late}
+    for name, found in ((late, GROUP), (early, 0)):
+        await first.engine._tiers._memory.stored("remove", name + b"state", (), 0)
+        later = await served(**kept)
+        assert await later.found(document) == found
+        if found:
+            assert (await later.go_on("again", document, found)).ids == expected(document)
 
 
 async def test_a_changed_file_of_a_state_is_a_miss(served: Any, expected: Expected, tmp_path: Path) -> None:

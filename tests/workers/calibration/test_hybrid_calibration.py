@@ -43,7 +43,7 @@ def test_layers_with_linear_attention_get_no_thresholds(stack: LayerStack) -> No
 
 
 def test_page_selecting_layers_have_attention(directory: Path, tmp_path: Path) -> None:
-    """Of layers 3, 7 and 11 the first selects pages for the others. Layers 0 and 1 are no candidates."""
+    """Layer 3 selects pages for layers 7 and 11. The other layers have linear attention."""
     stack = whole_stack(make_tiny_hybrid(tmp_path, 12))
     found = delta_layers.calibrate(stack, [DOCUMENT], 1, budget=8, recency=2)
     assert found.delta_layers == (3,)

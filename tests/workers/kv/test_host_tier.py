@@ -24,6 +24,7 @@ from deltafront.workers.messages.requests import DecodeFailed, Refused
 from deltafront.workers.settings import DecodeConfig
 
 from ..keys import key_of
+from .loops import settle
 from .test_prefix_cache import manager, reserve, spell
 
 LAYERS = 3
@@ -75,11 +76,7 @@ class Setup:
                     slots[slot : slot + count] = pages[page : page + count]
 
     async def settle(self) -> None:
-        run = asyncio.create_task(self.host.run())
-        while self.host.busy:
-            await asyncio.sleep(0)
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
+        await settle(self.host)
 
     def found(self, letters: str) -> tuple[int, int]:
         """Return the numbers of pages and slots found, after a check of their content."""

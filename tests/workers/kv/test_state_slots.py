@@ -13,6 +13,8 @@ from deltafront.workers.kv.pages.host_states import HostStates
 from deltafront.workers.kv.pages.state_slots import SCRATCH, OutOfSlots, RequestStates, StateSlots
 from deltafront.workers.messages.prompts import boundary_before, state_places
 
+from .loops import settle
+
 
 @pytest.mark.parametrize(
     ("tokens", "boundary"), [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (131_072, 131_056)]
@@ -189,11 +191,7 @@ class Host:
         self.gpu.release([slot])
 
     async def settle(self) -> None:
-        run = asyncio.create_task(self.host.run())
-        while self.host.busy:
-            await asyncio.sleep(0)
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
+        await settle(self.host)
 
     def check(self) -> None:
         """Every state that can be found is the right one."""

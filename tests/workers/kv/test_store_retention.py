@@ -21,6 +21,7 @@ from deltafront.workers.messages.prompts import PromptKey
 
 from ..keys import key_of
 from ..prompts import Clock
+from .loops import settle
 
 SLOTS = 14 * GROUP_PAGES
 """Slots for all groups of prompts of up to three of two letters, so that host memory evicts none of them."""
@@ -102,11 +103,7 @@ class Disk:
         assert self.host.pool.used == 0
 
     async def settle(self) -> None:
-        run = asyncio.create_task(self.store.run())
-        while self.store.busy:
-            await asyncio.sleep(0)
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
+        await settle(self.store)
 
     def found(self, letters: str) -> int:
         return len(self.store.find(key(letters), 0)[0])

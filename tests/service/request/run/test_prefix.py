@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,6 @@ def test_prefills_again_if_faster_than_loading_blocks_from_disk() -> None:
         assert worth_loading(slow, sooner) == slow
     unknown = Prefix(tokens=8192, disk_tokens=4096)
     assert worth_loading(unknown, reads) == unknown
+    for group_tokens, left in ((8192, 0), (2048, 2048)):
+        hybrid = replace(slow, has_state=True, group_tokens=group_tokens)
+        assert worth_loading(hybrid, reads) == Prefix(tokens=4096, has_state=True, group_tokens=left)
