@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -277,51 +277,61 @@ class DecodeScheduler:
         launched, self._ahead = self._ahead, None
         began = self._clock()
         requests = tuple(self._running) if launched is None else launched.requests
-        rows = [request.row for request in requests]
-        next_rows = (
-            [replace(row, length=row.length + 1) for row in rows] if self._may_launch_ahead(requests) else []
-        )
-
-        for row_of in (rows if launched is None else (), next_rows):
-            for request, row in zip(requests, row_of, strict=False):
-                if request.pages.states is not None:
-                    request.pages.states.step(row.length + 1)
+        stepping = frozenset(requests)
+        following = self._to_launch_ahead(requests, stepping)
+        rows = [] if launched is not None else [request.row for request in requests]
+        next_rows = [
+            replace(request.row, length=request.length + (request in stepping)) for request in following
+        ]
+        for request, row in (*zip(requests, rows, strict=False), *zip(following, next_rows, strict=True)):
+            if request.pages.states is not None:
+                request.pages.states.step(row.length + 1)
 
         def work() -> tuple[list[SampledToken], LaunchedStep | None]:
             step = self._runner.launch(rows, _masks(requests)) if launched is None else launched.step
-            constrained = any(request.grammar is not None for request in requests)
-            if not (constrained and next_rows):
-                following = self._runner.launch(next_rows) if next_rows else None
+            if all(request.grammar is None for request in following):
+                ahead = self._runner.launch(next_rows) if next_rows else None
                 _take(requests, chosen := step.chosen())
-                return chosen, following
+                return chosen, ahead
             self._runner.forward(next_rows)
             _take(requests, chosen := step.chosen())
-            return chosen, self._runner.choose(_masks(requests))
+            return chosen, self._runner.choose(_masks(following))
 
-        pages_in_use = _use_pages(requests)
-        outcome = await self._computed("a decode step", requests, work)
+        pages_in_use = _use_pages(following)
+        every = list(dict.fromkeys((*requests, *following)))
+        outcome = await self._computed("a decode step", every, work)
         self._next_step = began + paced_gap_s(self._clock() - began, self._target_gap_s)
         if launched is not None:
             launched.pages_in_use.close()
-        chosen, following = outcome or ((), None)
-        if following is None:
+        chosen, ahead = outcome or ((), None)
+        if ahead is None:
             pages_in_use.close()
         else:
-            self._ahead = _LaunchedAhead(requests, following, pages_in_use)
+            self._ahead = _LaunchedAhead(following, ahead, pages_in_use)
         live = [pair for pair in zip(requests, chosen, strict=False) if pair[0].ended is None]
         for request, choice in live:
             request.length += 1
             request.times.record_step(choice.pages_attended, choice.pages_held, len(live))
             self._deliver(request, choice)
 
-    def _may_launch_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
-        """True if the next step probably has the same rows. The guess is wrong if a row's sampled token,
-        which is not known yet, ends the answer."""
-        if not self._runner.asynchronous or self._stopping or self._waiting or self._next_to_read():
-            return False
-        if list(requests) != self._running or self._paced:
-            return False
-        return all(request.ended is None and request.left > 1 for request in requests)
+    def _to_launch_ahead(
+        self, requests: tuple[DecodeRequest, ...], stepping: Set[DecodeRequest]
+    ) -> tuple[DecodeRequest, ...]:
+        """Return the requests of the step to launch before the tokens of this step are known; empty: none.
+
+        A request whose last token this step samples is left out. Tokens that end an answer are not foreseen.
+
+        Args:
+            requests: Those of this step; `stepping` is their set.
+        """
+        if not self._runner.asynchronous or self._stopping or self._paced or self._next_to_read():
+            return ()
+        if self._waiting and self.running < self._config.max_batch:
+            return ()
+        following = tuple(one for one in self._running if one not in stepping or one.left > 1)
+        if following != requests and any(one.so_far is not None for one in following):
+            return ()  # what their options count is uploaded anew, with this step's tokens
+        return following
 
     async def _computed(
         self, kind: str, requests: Sequence[DecodeRequest], work: Callable[[], T]

@@ -3,6 +3,7 @@
 Shape suffixes: R requests of the batch, P columns of the page table.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,7 +79,7 @@ class Batch:
 
 
 class StepRows:
-    """The input tensors of all decode steps. The host writes rows when requests join or leave the batch; each
+    """The input tensors of all decode steps. The host writes a row when its request joins the batch; each
     step updates token ids and lengths on the device.
 
     Batches are padded to a few sizes and page-table widths, so that each shape can have a CUDA graph. Without
@@ -102,16 +103,19 @@ class StepRows:
         self._batch: Batch | None = None
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """Return the batch of these rows. Only rows from the first changed one on are written to the
-        device."""
+        """Return the batch of these rows.
+
+        Rows of the last batch's requests that come before any new one move on the device, since their tokens
+        may be known only there. From the first new one on, rows are written.
+        """
         keys = tuple(row.key for row in rows)
         if self._batch is None or keys != self._keys:
-            same = 0
-            while same < min(len(keys), len(self._keys)) and keys[same] == self._keys[same]:
-                same += 1
+            before = {key: place for place, key in enumerate(self._keys)}
+            kept = [before[key] for key in itertools.takewhile(before.__contains__, keys)]
             self._keys = ()  # if writing fails, all rows are written next time
             shape = self._shape(rows)
-            self._write(same, rows[same:], shape.rows)
+            self._move(kept)
+            self._write(len(kept), rows[len(kept) :], shape.rows)
             self._batch, self._keys = self._view(shape, rows), keys
         return self._batch
 
@@ -148,13 +152,26 @@ class StepRows:
         pages = max(len(row.pages) for row in rows)
         return BatchShape(size, next(width for width in self._widths if width >= pages), True)
 
+    def _move(self, places: Sequence[int]) -> None:
+        """Move the rows at these places to the front."""
+        first = next((place for place, before in enumerate(places) if place != before), len(places))
+        if first == len(places):
+            return
+        places_R = torch.empty(len(places) - first, dtype=torch.int64, device=self.ids_R.device)
+        places_R.copy_(torch.tensor(places[first:]), non_blocking=True)
+        chosen = self.sampling
+        options = (chosen.drawn_R, chosen.temperature_R1, chosen.seed_R, chosen.top_k_R, chosen.top_p_R1)
+        for x in (self.table_RP, self.lengths_R, self.ids_R, self.selects_R, self.states_R, *options):
+            x[first : len(places)] = x[places_R]
+
     def _write(self, first: int, rows: Sequence[Row], end: int) -> None:
         if first == end:
             return
         self.table_RP[first:end] = self._scratch_page
         for index, row in enumerate(rows, first):
-            # Copies of at most 64 KiB do not wait for copies of KV from host memory.
-            self.table_RP[index, : len(row.pages)].copy_(torch.tensor(row.pages, dtype=torch.int32))
+            # Copies of at most 64 KiB wait neither for a running step nor for copies of KV from host memory.
+            pages_P = torch.tensor(row.pages, dtype=torch.int32)
+            self.table_RP[index, : len(row.pages)].copy_(pages_P, non_blocking=True)
         none = [0] * (end - first - len(rows))
         for target, values in (
             (self.lengths_R, [row.length for row in rows]),
@@ -162,7 +179,7 @@ class StepRows:
             (self.selects_R, [int(row.selects_pages) for row in rows]),
             (self.states_R, [row.state for row in rows]),
         ):
-            target[first:end].copy_(torch.tensor(values + none, dtype=target.dtype))
+            target[first:end].copy_(torch.tensor(values + none, dtype=target.dtype), non_blocking=True)
         if rows:
             _write_sampling(self.sampling, first, [row.sampling for row in rows], self._vocab)
 
@@ -212,7 +229,8 @@ def _write_sampling(made: SamplingRows, first: int, rows: Sequence[Sampling], vo
         (made.top_k_R, [row.top_k if 0 < row.top_k < vocab else vocab for row in rows]),
         (made.top_p_R1, [[row.top_p] for row in rows]),
     ):
-        target[first : first + len(rows)].copy_(torch.tensor(values, dtype=target.dtype))
+        value_R = torch.tensor(values, dtype=target.dtype)
+        target[first : first + len(rows)].copy_(value_R, non_blocking=True)
 
 
 def _written(made: SamplingRows, rows: Sequence[Row], vocab: int) -> SamplingRows:

@@ -183,6 +183,12 @@ def test_decode_step_uses_fixed_buffers_and_pads_after_the_requests() -> None:
     assert fewer.shape == BatchShape(2, 2048, False), "only selection takes time for every column"
     assert fewer.table_RP[1].tolist() == [2, 3] + [5000] * 2046
     assert fewer.sampling.seed_R.tolist() == [0, 2]
+    fewer.ids_R.copy_(torch.tensor([70, 90]))
+    fewer.lengths_R.add_(5)  # by steps whose tokens the host does not know
+    last = rows.batch([made[2], made[1]])
+    assert last.ids_R.tolist() == [90, 8] and last.lengths_R.tolist() == [8, 2]
+    assert last.table_RP[0, :3].tolist() == [2, 3, 5000], "moved on the device, not written"
+    assert last.selects_R.tolist() == [0, 1] and last.sampling.seed_R.tolist() == [2, 1]
     short = rows.batch([replace(made[0], key=9, selects_pages=True)])
     assert short.shape == BatchShape(1, 512, True)
     again = rows.batch([replace(made[0], key=9, selects_pages=True), made[2], made[0]])

@@ -72,19 +72,63 @@ async def test_without_look_ahead_steps_run_one_at_a_time(
     assert [what for what, _, _ in watch.log] == ["launch", "land"] * 3
 
 
-async def test_look_ahead_changes_no_answer_as_requests_come_and_go(
+async def test_launches_ahead_while_requests_join_and_reach_their_last_token(
     bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plain = await bench(looks_ahead=True), await bench()
+    watch, asked = Watch(run, monkeypatch), dict[str, asyncio.Task[Any]]()
+    lengths, tokens = {"a": 40, "b": 21, "c": 9}, {"a": 6, "b": 9, "c": 30}
+    loop, begun = asyncio.get_running_loop(), threading.Event()
+
+    async def ask(name: str) -> None:
+        asked[name] = asyncio.create_task(run.ask(name, ids_of(lengths[name]), greedy(tokens[name])))
+        while not run.engine._scheduler.submitted >= len(asked):
+            await asyncio.sleep(0.001)
+        begun.set()
+
+    def join(step: int) -> None:
+        if step in (0, 2):  # the next step is already launched, the one after it has the new request
+            begun.clear()
+            asyncio.run_coroutine_threadsafe(ask("b" if step == 0 else "c"), loop)
+            assert begun.wait(30)
+
+    watch.before_landing = join
+    await ask("a")
+    answers = {name: await asked[name] for name in await asked["a"] and list(lengths)}
+    rows = {step: count for what, step, count in watch.log if what == "launch"}
+    assert sorted(set(rows.values())) == [1, 2, 3]
+    place = {entry[:2]: at for at, entry in enumerate(watch.log)}
+    late = [step for step in list(rows)[1:] if place["launch", step] > place["land", step - 1]]
+    assert all(rows[step] > rows[step - 1] for step in late), "only after a first token was sampled"
+    for name, answer in answers.items():
+        assert answer.ids == (await plain.ask(name, ids_of(lengths[name]), greedy(tokens[name]))).ids
+
+
+SAMPLINGS = (
+    {},
+    {"temperature": 0.8, "seed": 5, "top_k": 20},
+    {"temperature": 1.2, "seed": 6, "top_p": 0.9},
+    {"repetition_penalty": 1.6, "frequency_penalty": 0.5},
+)
+
+
+@pytest.mark.parametrize("samplings", [SAMPLINGS[:3], SAMPLINGS], ids=["sampled", "with penalties"])
+async def test_look_ahead_changes_no_answer_as_requests_come_and_go(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, samplings: tuple[dict[str, Any], ...]
 ) -> None:
     """Some answers end by an end token, which is known only when the next step runs."""
     ahead, plain = await bench(looks_ahead=True, max_batch=3), await bench(max_batch=3)
     lengths = [5, 16, 33, 90, 48, 7, 64]
     (probe,) = [await plain.ask("probe", ids_of(33), greedy(20))]
     for run in (ahead, plain):
-        run.engine._scheduler._eos_ids = frozenset({probe.ids[6]})
+        run.engine._scheduler._eos_ids = frozenset(probe.ids[6:12])
     watch = Watch(ahead, monkeypatch)
     answers = [
         await asyncio.gather(
-            *(run.ask(f"r{n}", ids_of(n), Sampling(max_tokens=3 * i + 8)) for i, n in enumerate(lengths))
+            *(
+                run.ask(f"r{n}", ids_of(n), Sampling(max_tokens=3 * i + 8, **samplings[i % len(samplings)]))
+                for i, n in enumerate(lengths)
+            )
         )
         for run in (ahead, plain)
     ]
