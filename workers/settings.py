@@ -217,8 +217,8 @@ class DecodeConfig(WorkerConfig):
     max_batch: Count = 64
     target_gap_ms: NonNegative | None = None
     """While prompts are being prefilled for this worker, decode steps start at least this many milliseconds
-    apart, and twice the last step's time apart if that is less than 50, so that prefill on the same GPU has
-    most of it. 0: no pause. None: 30 with `handoff.transport: mapped`, else 0."""
+    apart, so that prefill on the same GPU has most of it. 0: no pause. None: with `handoff.transport: mapped`
+    30 while one prompt waits and 45 while several do, else 0."""
     max_wait_s: NonNegative = 10.0
     """Maximum number of seconds that a request waits for free pages. A request that is expected to wait
     longer is refused at once."""

@@ -60,8 +60,8 @@ from deltafront.workers.tracing import NO_TRACER, Tracer
 from deltafront.workers.waits import said_when_slow
 
 _TICK_S = 0.1
-_SHARED_GAP_MS = 30.0
-"""`target_gap_ms` where a stage shares the worker's GPU."""
+_GAP_MS, _CROWDED_GAP_MS = 30.0, 45.0
+"""`target_gap_ms` where a stage shares the worker's GPU: while one prompt is being prefilled, and several."""
 _STARTING = "the decode worker is still starting"
 _CLOSING = "the decode worker is shutting down"
 
@@ -129,8 +129,7 @@ class DecodeEngine:
             config,
             model.eos_ids,
             clock,
-            prompts_wait=lambda: self._requests.unended > self._scheduler.submitted,
-            target_gap_s=target_gap_s(config, in_place),
+            gap_s=lambda: gap_s(config, in_place, self._requests.unended - self._scheduler.submitted),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._unavailable = _STARTING
@@ -389,10 +388,16 @@ class DecodeEngine:
             raise DecodeFailed(why)
 
 
-def target_gap_s(config: DecodeConfig, shared: bool) -> float:
-    """Return the fewest seconds between decode steps while prompts wait. shared: a prefill stage uses the
-    worker's GPU."""
+def gap_s(config: DecodeConfig, shared: bool, prompts: int) -> float:
+    """Return the fewest seconds between the starts of two decode steps; 0: none.
+
+    Args:
+        shared: A prefill stage uses the worker's GPU.
+        prompts: The number of prompts that are being prefilled for this worker, or wait for that.
+    """
+    if prompts <= 0:
+        return 0.0
     gap_ms = config.target_gap_ms
     if gap_ms is None:
-        gap_ms = _SHARED_GAP_MS if shared else 0.0
+        gap_ms = (_GAP_MS if prompts == 1 else _CROWDED_GAP_MS) if shared else 0.0
     return gap_ms / 1000

@@ -28,10 +28,6 @@ from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.turns import Turns
 
 T = TypeVar("T")
-_PACE = 2.0
-"""While prompts wait, a decode step and the pause after it take at least this many times the step's time."""
-_LONGEST_GAP_S = 0.05
-"""No pause makes a gap longer than this."""
 _FAILED_TURNS = 3
 """The worker is replaced after this many consecutive failures of one kind of work."""
 
@@ -49,9 +45,7 @@ class DecodeScheduler:
 
     Args:
         before_first: Called once for each request, before its first token is delivered.
-        prompts_wait: Returns True while the worker has requests that are not ready, such as those whose
-            prompt is being prefilled. Only then does `target_gap_s` delay decode steps.
-        target_gap_s: `DecodeConfig.target_gap_ms` in seconds.
+        gap_s: Returns the fewest seconds between the starts of two decode steps; 0: none.
     """
 
     def __init__(
@@ -62,17 +56,15 @@ class DecodeScheduler:
         config: DecodeConfig,
         eos_ids: Sequence[int],
         clock: Callable[[], float],
-        prompts_wait: Callable[[], bool] = lambda: False,
-        target_gap_s: float = 0.0,
+        gap_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._runner = runner
         self._thread = thread
         self._before_first = before_first
         self._clock = clock
-        self._prompts_wait = prompts_wait
-        self._target_gap_s = target_gap_s
-        self._next_step = -math.inf
-        """The time from which the next decode step may start while prompts wait."""
+        self._gap_s = gap_s
+        self._last_step = -math.inf
+        """The time at which the last decode step began."""
         self._config = config
         self._eos_ids = frozenset(eos_ids)
         self._waiting: deque[DecodeRequest] = deque()
@@ -137,17 +129,12 @@ class DecodeScheduler:
         if self._ahead:
             await self._decode()
 
-    @property
-    def _paced(self) -> bool:
-        return self._target_gap_s > 0.0 and self._prompts_wait()
-
     def _pause_s(self) -> float:
         """Return the seconds to wait before the next decode step. A step that was launched ahead is not
         delayed.
         """
-        if not self._running or self._ahead or not self._paced:
-            return 0.0
-        return self._next_step - self._clock()
+        gap_s = self._gap_s() if self._running and not self._ahead else 0.0
+        return self._last_step + gap_s - self._clock() if gap_s else 0.0
 
     async def _woken_within(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -300,7 +287,7 @@ class DecodeScheduler:
         pages_in_use = _use_pages(following)
         every = list(dict.fromkeys((*requests, *following)))
         outcome = await self._computed("a decode step", every, work)
-        self._next_step = began + paced_gap_s(self._clock() - began, self._target_gap_s)
+        self._last_step = began
         if launched is not None:
             launched.pages_in_use.close()
         chosen, ahead = outcome or ((), None)
@@ -324,7 +311,7 @@ class DecodeScheduler:
         Args:
             requests: Those of this step; `stepping` is their set.
         """
-        if not self._runner.asynchronous or self._stopping or self._paced or self._next_to_read():
+        if not self._runner.asynchronous or self._stopping or self._gap_s() or self._next_to_read():
             return ()
         if self._waiting and self.running < self._config.max_batch:
             return ()
@@ -385,15 +372,6 @@ class DecodeScheduler:
             request.close(FinishReason.STOP, "")
         elif request.left == 0:
             request.close(FinishReason.LENGTH, "")
-
-
-def paced_gap_s(step_s: float, target_s: float) -> float:
-    """Return the seconds from one decode step's start to the next while prompts wait.
-
-    Args:
-        step_s: The seconds that the step took.
-    """
-    return max(target_s, min(_PACE * step_s, max(step_s, _LONGEST_GAP_S)))
 
 
 def _masks(requests: Sequence[DecodeRequest]) -> Sequence[Mask | None]:

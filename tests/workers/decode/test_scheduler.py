@@ -4,7 +4,6 @@ nothing."""
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.decode.engine import target_gap_s
+from deltafront.workers.decode.engine import gap_s
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.request import DecodeRequest
 from deltafront.workers.decode.runner import ReadPart, ReadResult
-from deltafront.workers.decode.scheduler import DecodeScheduler, paced_gap_s
+from deltafront.workers.decode.scheduler import DecodeScheduler
 from deltafront.workers.decode.step_rows import Row, SampledToken
 from deltafront.workers.kv.arrival import KVArrival
 from deltafront.workers.kv.handoff.inbox import KVInbox
@@ -130,16 +129,14 @@ class Scene:
 
 
 class Paced:
-    """A request that answers with three tokens while `waiting` says that prompts are being prefilled.
-    step_s: the time of each step."""
+    """A request that answers with three tokens, with a gap between steps while `waiting` is set."""
 
-    def __init__(self, gap_s: float, step_s: float = 0.0) -> None:
+    def __init__(self, gap_s: float) -> None:
         scene = Scene(True, alone=True)
         self.launched: list[float] = []
         self.waiting = True
         clock = asyncio.get_running_loop().time
         config = DecodeConfig(cache_tokens=512, page_selection="full", max_batch=2)
-        self.step_s = step_s
         self.scheduler = DecodeScheduler(
             self,  # type: ignore[arg-type]
             Inline(),
@@ -147,8 +144,7 @@ class Paced:
             config,
             (),
             clock,
-            lambda: self.waiting,
-            gap_s,
+            lambda: gap_s if self.waiting else 0.0,
         )
         self.request = scene.request("answers")
         self.scheduler.submit(self.request)
@@ -157,7 +153,6 @@ class Paced:
 
     def launch(self, rows: Sequence[Row], masks: Any = ()) -> Step:
         self.launched.append(self.clock())
-        time.sleep(self.step_s)
         return Step(len(rows))
 
     async def run(self) -> list[float]:
@@ -178,25 +173,22 @@ async def test_steps_keep_the_target_gap_while_prompts_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "shared", "gap_s"), [(None, True, 0.03), (None, False, 0.0), (5, True, 0.005)]
+    ("given", "shared", "prompts", "wanted"),
+    [
+        (None, True, 0, 0.0),
+        (None, True, 1, 0.03),
+        (None, True, 2, 0.045),
+        (None, False, 2, 0.0),
+        (5, True, 1, 0.005),
+        (5, False, 9, 0.005),
+        (5, True, 0, 0.0),
+        (0, True, 9, 0.0),
+    ],
 )
-def test_decode_keeps_a_gap_by_default_where_a_stage_shares_its_gpu(
-    given: float | None, shared: bool, gap_s: float
+def test_steps_wait_only_for_prompts_that_share_the_gpu_or_as_configured(
+    given: float | None, shared: bool, prompts: int, wanted: float
 ) -> None:
-    assert target_gap_s(DecodeConfig(target_gap_ms=given), shared) == gap_s
-
-
-async def test_decode_takes_at_most_half_of_the_time_while_prompts_wait() -> None:
-    gaps = await Paced(0.001, step_s=0.02).run()
-    assert len(gaps) == 1 and gaps[0] >= 0.039
-
-
-@pytest.mark.parametrize(
-    ("step_ms", "target_ms", "gap_ms"),
-    [(5, 30, 30), (20, 30, 40), (30, 30, 50), (70, 30, 70), (70, 99, 99)],
-)
-def test_pause_makes_no_gap_longer_than_50_ms(step_ms: float, target_ms: float, gap_ms: float) -> None:
-    assert paced_gap_s(step_ms / 1e3, target_ms / 1e3) == pytest.approx(gap_ms / 1e3)
+    assert gap_s(DecodeConfig(target_gap_ms=given), shared, prompts) == wanted
 
 
 async def test_pause_between_steps_ends_when_the_scheduler_stops() -> None:
