@@ -58,7 +58,7 @@ def method_levels(
 
     Raises:
         ValueError: The method does not rank tiles by a score, or a density is below that of sink and window
-            alone. Both are found before the first measurement.
+            alone, which are both found before the first measurement. Or no density is left.
     """
     require_thresholds(method)
     shaping = shaping_options(method)
@@ -94,6 +94,9 @@ def method_levels(
             fewer = head_thresholds(measured, costs, min(target, aimed), allocation, answer_weight)
             thresholds = placed(fewer, stack)
             levels.append(Level(density=density, tokens=tokens, share=round(target, 4), amounts=thresholds))
+    if not levels:
+        sizes = ", ".join(map(str, sorted(probes)))
+        raise ValueError(f"no level can be calibrated at {sizes} tokens: calibrate at longer prompts")
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
 
 

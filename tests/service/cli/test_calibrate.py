@@ -122,8 +122,11 @@ def test_a_density_that_is_too_low_costs_no_other_level(model: Path, tmp_path: P
     path = tmp_path / "profile.json"
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
     level = ("--length", 600, "--method", "xattention", "--option", "window=1", "--profile", path)
-    densities = ("--density", 0.7133335, "--density", 0.9)
-    done = run(model, "--text", tmp_path / "one.txt", *pages, *level, *densities)
+    low, given = ("--density", 0.7133335), (model, "--text", tmp_path / "one.txt", *pages, *level)
+    alone = run(*given, *low)
+    assert alone.exit_code == 1 and not path.exists()
+    assert "no level can be calibrated at 600 tokens: calibrate at longer prompts" in alone.output
+    done = run(*given, *low, "--density", 0.9)
     said = " ".join(done.output.split())
     assert done.exit_code == 1 and "no thresholds are as sparse as 0.7133" in said
     assert "--density 0.713333: no thresholds are that sparse at 600 tokens" in said
