@@ -177,13 +177,20 @@ class DecodeRunner:
         masks: Sequence[Mask | None] = (),
     ) -> list[SampledToken]:
         """Copy the pages of `copies`, then sample each row's first token from its logits (float32 [V]).
-        `masks` are as in `choose`."""
+        `masks` are as in `choose`.
+
+        Greedy tokens of logits in host memory, where a stage's arrive, are chosen there. On a GPU that a
+        stage shares, each of the small kernels and copies would wait for its turn.
+        """
         if copies:
             self.copy_pages(copies)
-        rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
-        logits_RV = torch.stack([x.to(self.stack.device, torch.float32) for x in rows_V])
-        positions_R = torch.tensor([row.length for row in rows], device=self.stack.device)
-        sampling = sampling_rows(rows, logits_RV.shape[1], self.stack.device, masks)
+        rows_V = [x if torch.is_tensor(x) else torch.as_tensor(np.asarray(x)) for x in logits]
+        greedy = all(row.sampling.temperature <= 0 for row in rows)
+        on_host = greedy and all(x.device.type == "cpu" for x in rows_V)
+        device = rows_V[0].device if on_host else self.stack.device
+        logits_RV = torch.stack([x.to(device, torch.float32) for x in rows_V])
+        positions_R = torch.tensor([row.length for row in rows], device=device)
+        sampling = sampling_rows(rows, logits_RV.shape[1], device, masks)
         ids_R, logprob_R = sample(logits_RV, sampling, positions_R)
         chosen = add_top(logits_RV, ids_R, logprob_R, _most_top(rows))
         return LaunchedStep(*chosen, [(0, 0)] * len(rows)).chosen()

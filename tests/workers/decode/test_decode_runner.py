@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,6 +133,25 @@ def test_batched_requests_generate_the_same_tokens_as_alone(
         while len(alone.answer) < len(request.answer):
             alone.take(alone_runner.decode([alone.row])[0])
         assert alone.answer == request.answer
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_only_greedy_first_tokens_are_chosen_in_host_memory(
+    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch, drawn: bool
+) -> None:
+    """The worker's device is `meta`, on which nothing can be computed."""
+    runner = make_runner(tiny_stack)
+    monkeypatch.setattr(tiny_stack, "device", torch.device("meta"))
+    logits_V = np.random.default_rng(3).standard_normal(198, dtype=np.float32)
+    samplings = Sampling(), Sampling(temperature=0.7) if drawn else Sampling(stop_token_ids=(5,))
+    rows = [Row(n, (0,), 9, 0, sampling, False) for n, sampling in enumerate(samplings)]
+    if drawn:
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            runner.first_tokens([logits_V] * 2, rows)
+        return
+    for chosen in runner.first_tokens([logits_V] * 2, rows):
+        wanted = torch.as_tensor(logits_V).log_softmax(-1)
+        assert chosen.token == int(logits_V.argmax()) and chosen.logprob == pytest.approx(float(wanted.max()))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
