@@ -303,13 +303,32 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+MOST_PLACES = 16
+"""Maximum number of samples that an evaluation answers at once. Their decode steps take hardly longer than
+one sample's."""
+
+
+def places_for(stack: LayerStack, room: int) -> int:
+    """Return how many samples an evaluation answers at once: as many as have room for a KV cache of `room`
+    tokens in half of the GPU's free memory, at most `MOST_PLACES`. On a CPU 1, since prefill takes nearly all
+    of the time."""
+    if stack.device.type != "cuda":
+        return 1
+    torch.cuda.empty_cache()
+    free, _all = torch.cuda.mem_get_info(stack.device)
+    layers = len(stack.config.attention_layers(stack.layers))
+    each = room * stack.config.kv_values(layers) * stack.dtype.itemsize
+    return max(1, min(MOST_PLACES, free // 2 // each))
+
+
 class OneModel:
-    """A model that answers one sample at a time.
+    """A model that answers `places` samples at once.
 
     Args:
         room: Tokens of the longest prompt.
         chunk: Tokens that are prefilled at once.
         tokens: Tokens of the longest answer.
+        places: None: `places_for`.
     """
 
     def __init__(
@@ -320,8 +339,10 @@ class OneModel:
         chunk: int,
         tokens: int,
         profile: Profile | None = None,
+        places: int | None = None,
     ) -> None:
-        self._together = Together(stack, 1, room + tokens, profile)
+        self.places = places or places_for(stack, room + tokens)
+        self._together = Together(stack, self.places, room + tokens, profile)
         self._tokenizer, self._chunk, self._tokens = tokenizer, chunk, tokens
         if stack.device.type == "cuda":  # so that the first prompt's time has no compilation
             warm_up(stack, [parse_method("dense")], chunk, profile)
@@ -336,9 +357,12 @@ class OneModel:
         return Sample(prompt, document, question) if session else Sample(prompt, document + question)
 
     def answers(
-        self, sample: Sample, method: str, blocks: Sequence[int], told: Sequence[int] | None
-    ) -> list[MeasuredAnswer]:
-        decode, known = self._tokenizer.decode, None if told is None else [told]
+        self,
+        samples: Sequence[Sample],
+        method: str,
+        blocks: Sequence[int],
+        told: Sequence[Sequence[int]] | None,
+    ) -> list[list[MeasuredAnswer]]:
         settings = [Setting(method, count) for count in blocks]
-        got = self._together.answers(settings, [sample], self._chunk, self._tokens, decode, known)
-        return [answer for (answer,) in got]
+        decode = self._tokenizer.decode
+        return self._together.answers(settings, samples, self._chunk, self._tokens, decode, told)

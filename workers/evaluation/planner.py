@@ -132,14 +132,15 @@ def hopeless(row: ComparedRow) -> bool:
     return row.samples >= LEAST and row.kept_95 is not None and row.kept_95[1] < GOAL
 
 
-def another_fits(took: Mapping[str, float], running: Sequence[Trial], left_s: float) -> bool:
-    """Return whether another prompt fits into the time that is left.
+def fitting(took: Mapping[str, float], running: Sequence[Trial], left_s: float, most: int) -> int:
+    """Return how many further prompts, at most `most`, fit into the time that is left; 0 without trials.
 
     Args:
-        took: Seconds that the latest prompt took, by trial; key `dense` for dense attention.
-        running: The trials that will answer the next prompt.
+        took: Seconds that a prompt of the latest batch took, by trial; key `dense` for dense attention.
+        running: The trials that will answer the next prompts.
     """
-    return took["dense"] + sum(took[str(trial)] for trial in running) <= left_s
+    each_s = took["dense"] + sum(took[str(trial)] for trial in running)
+    return min(most, math.floor(left_s / max(each_s, 1e-9))) if running and left_s > 0 else 0
 
 
 @dataclass(frozen=True)

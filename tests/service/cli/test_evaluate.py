@@ -21,6 +21,7 @@ from deltafront.service.wiring import check_start
 from deltafront.workers.calibration.curves import forced_density
 from deltafront.workers.calibration.documents import ANSWER_TOKENS
 from deltafront.workers.calibration.method_levels import selector_of
+from deltafront.workers.evaluation import answering
 from deltafront.workers.evaluation.calibration import densities, halves
 from deltafront.workers.evaluation.evaluation import Evaluation
 from deltafront.workers.model.calibrated.profile import Measured, Profile, ProfiledText, load_profile
@@ -124,6 +125,22 @@ def test_setting_that_keeps_all_keys_answers_exactly_as_dense(model: Path, quest
         assert rows[label]["same"] == rows[label]["agreement"] == 1.0
         assert rows[label]["logp"] == pytest.approx(0.0, abs=1e-4)
     assert rows[LITTLE]["logp"] < 0 and {f"{LITTLE}, session"} <= set(rows)
+
+
+def test_questions_answered_together_give_the_rows_of_each_alone(
+    model: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for places in (1, 3):
+        monkeypatch.setattr(answering, "places_for", lambda *_, places=places: places)
+        done = run(model, "--questions", questions, "--json", "--ask", "both")
+        assert done.exit_code == 0, done.output
+        made.append(json.loads(done.stdout)["rows"])
+    for alone, together in zip(*made, strict=True):
+        count = alone["samples"]  # a setting is dropped only after whole batches
+        assert 1 < count <= together["samples"] and alone["setting"] == together["setting"]
+        assert together["scores"][:count] == alone["scores"] and together["density"] == alone["density"]
+        assert together["logps"][:count] == pytest.approx(alone["logps"], abs=1e-5)
 
 
 def test_evaluates_on_a_users_text_unless_it_calibrated_the_profile(model: Path, tmp_path: Path) -> None:

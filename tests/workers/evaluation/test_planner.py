@@ -37,9 +37,10 @@ DENSE, GOOD, BAD = Setting("dense"), Setting("dpxa:share=0.2", 8), Setting("stre
 class Table:
     """A model whose answers are a function of setting and prompt. It takes `seconds` for each prefill."""
 
-    def __init__(self, right: Callable[[Setting, int], bool], seconds: float = 1.0) -> None:
-        self.right, self.seconds, self.now = right, seconds, 0.0
+    def __init__(self, right: Callable[[Setting, int], bool], seconds: float = 1.0, places: int = 1) -> None:
+        self.right, self.seconds, self.now, self.places = right, seconds, 0.0, places
         self.asked: list[tuple[str, bool, tuple[int, ...]]] = []
+        self.together: list[int] = []
 
     def clock(self) -> float:
         return self.now
@@ -48,14 +49,27 @@ class Table:
         return Sample(prompt, (1,), (2,) if session else ())
 
     def answers(
-        self, sample: Sample, method: str, blocks: Sequence[int], told: Sequence[int] | None
-    ) -> list[MeasuredAnswer]:
+        self,
+        samples: Sequence[Sample],
+        method: str,
+        blocks: Sequence[int],
+        told: Sequence[Sequence[int]] | None,
+    ) -> list[list[MeasuredAnswer]]:
         assert list(blocks) == sorted(blocks) and (told is None) == (method == "dense")
-        self.now += self.seconds
-        self.asked.append((method, bool(sample.question), tuple(blocks)))
-        number, density = int(sample.prompt.source), 1.0 if method == "dense" else 0.2
-        said = ["yes" if self.right(Setting(method, count), number) else "no" for count in blocks]
-        return [MeasuredAnswer((7,), each, density, density, 1.0, 0.0, 1.0) for each in said]
+        assert told is None or told == [self.ids(sample) for sample in samples]
+        self.now += self.seconds * len(samples)
+        self.asked.append((method, bool(samples[0].question), tuple(blocks)))
+        self.together.append(len(samples))
+        return [[self.answer(Setting(method, count), sample) for sample in samples] for count in blocks]
+
+    def answer(self, setting: Setting, sample: Sample) -> MeasuredAnswer:
+        density = 1.0 if setting == DENSE else 0.2
+        said = "yes" if self.right(setting, int(sample.prompt.source)) else "no"
+        return MeasuredAnswer(self.ids(sample), said, density, density, 1.0, 0.0, 1.0)
+
+    @staticmethod
+    def ids(sample: Sample) -> tuple[int, ...]:
+        return (7, int(sample.prompt.source))
 
 
 def prompts(count: int) -> list[TaskPrompt]:
@@ -81,9 +95,17 @@ def test_a_prompt_is_prefilled_once_for_all_numbers_of_blocks() -> None:
     assert table.asked == [("dense", False, (0,)), ("dpxa", False, (8, 32)), ("dpxa", True, (8,))]
 
 
+def test_prompts_after_the_first_are_answered_together() -> None:
+    table, alone = (Table(lambda setting, n: setting != BAD or n % 3 == 0, places=p) for p in (4, 1))
+    found, wanted = (run(each, [Trial(GOOD), Trial(BAD)], 10).rows() for each in (table, alone))
+    assert table.together == [1] * 3 + [4] * 6 + [1] * 2, "BAD is dropped after nine prompts"
+    assert found[Trial(GOOD)] == wanted[Trial(GOOD)] and found[Trial(BAD)].samples == 9
+
+
+@pytest.mark.parametrize("places", [1, 5])
 @pytest.mark.parametrize("seconds", [0.7, 1.0, 13.0])
-def test_evaluation_starts_no_prompt_that_exceeds_the_time_limit(seconds: float) -> None:
-    table = Table(lambda *_: True, seconds)
+def test_evaluation_starts_no_prompt_that_exceeds_the_time_limit(seconds: float, places: int) -> None:
+    table = Table(lambda *_: True, seconds, places)
     evaluation = run(table, [Trial(GOOD), Trial(Setting("xattention"))], 1000, until=100.0)
     if len(evaluation.prompts) > 1:
         assert table.now <= 100.0 < table.now + 3 * seconds
@@ -117,7 +139,7 @@ def test_interrupted_evaluation_compares_the_answers_so_far(calls: int) -> None:
     table = Table(lambda *_: True)
     evaluation, ask = Evaluation(table, [Trial(GOOD), Trial(BAD)], table.clock), table.answers
 
-    def interrupted(*given: Any) -> list[MeasuredAnswer]:
+    def interrupted(*given: Any) -> list[list[MeasuredAnswer]]:
         if len(table.asked) == calls:
             raise KeyboardInterrupt
         return ask(*given)
