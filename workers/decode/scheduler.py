@@ -122,10 +122,11 @@ class DecodeScheduler:
             if (request := self._next_to_read()) is not None:
                 await self._read(request)
             self.drop_ended()
-            if (pause := self._pause_s()) > 0.0:
+            if (pause := self._pause_s()) <= 0.0:
+                if self._running or self._ahead:
+                    await self._decode()
+            elif self._next_to_read() is None:
                 await self._woken_within(pause)
-            elif self._running or self._ahead:
-                await self._decode()
         if self._ahead:
             await self._decode()
 

@@ -132,7 +132,7 @@ class Paced:
     """A request that answers with three tokens, with a gap between steps while `waiting` is set."""
 
     def __init__(self, gap_s: float) -> None:
-        scene = Scene(True, alone=True)
+        self.scene = scene = Scene(True, alone=True)
         self.launched: list[float] = []
         self.waiting = True
         clock = asyncio.get_running_loop().time
@@ -149,7 +149,7 @@ class Paced:
         self.request = scene.request("answers")
         self.scheduler.submit(self.request)
         self.clock, self.asynchronous = clock, True
-        self.first_tokens = scene.runner.first_tokens
+        self.first_tokens, self.append = scene.runner.first_tokens, scene.runner.append
 
     def launch(self, rows: Sequence[Row], masks: Any = ()) -> Step:
         self.launched.append(self.clock())
@@ -200,6 +200,22 @@ async def test_pause_between_steps_ends_when_the_scheduler_stops() -> None:
         paced.scheduler.stop()
         await running
     assert len(paced.launched) == 1
+
+
+async def test_prefill_does_not_wait_for_the_gap_between_steps() -> None:
+    paced = Paced(3_600.0)
+    running = asyncio.create_task(paced.scheduler.run())
+    asks = paced.scene.request("asks", reads=True)
+    asks.reads = deque(Read(start, array("I", [1])) for start in range(16, 19))
+    async with asyncio.timeout(60):
+        while not paced.launched:
+            await asyncio.sleep(0.001)
+        paced.scheduler.submit(asks)
+        while not asks.produced:
+            await asyncio.sleep(0.001)
+    assert len(paced.launched) == 1 and not asks.reads
+    paced.scheduler.stop()
+    await running
 
 
 @pytest.mark.parametrize(("gap_s", "waiting"), [(0.0, True), (3_600.0, False)])
