@@ -132,10 +132,16 @@ class LeadRunner(DecodeRunner):
             super().forget_read(key)
 
     def recompute(
-        self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int], question: Read, last: bool
+        self,
+        pages: Sequence[int],
+        blocks: Sequence[int],
+        ids: Sequence[int],
+        question: Read,
+        last: bool,
+        part: ReadPart | None = None,
     ) -> ReadResult:
-        with self._on_all("recompute", pages, blocks, ids, question, last):
-            return super().recompute(pages, blocks, ids, question, last)
+        with self._on_all("recompute", pages, blocks, ids, question, last, part):
+            return super().recompute(pages, blocks, ids, question, last, part)
 
     def launch(self, rows: Sequence[Row], masks: Sequence[Mask | None] = ()) -> LaunchedStep:
         with self._on_all("launch", self._unsent(rows), masks):

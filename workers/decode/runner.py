@@ -71,7 +71,7 @@ class ReadResult:
 
 @dataclass(frozen=True)
 class ReadPart:
-    """Consecutive layers of a `Read`. The parts of one `Read` run in order and share a unique `key`."""
+    """Consecutive layers of a `Read` or a `Recompute`. Its parts run in order and share a unique `key`."""
 
     key: int
     layers: range
@@ -93,19 +93,22 @@ class ReadStates:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A `Read` whose first layers are computed.
+    """A `Read` or a `Recompute` whose first layers are computed.
 
     Its tensors stay on the device, since an upload could wait for copies of KV from host memory.
 
     Attributes:
-        table_N: The request's page table.
-        rows_T: The rows of the KV cache that the `Read` writes to.
+        table_N: The request's page table; of a `Recompute`, the pages that its rows attend to.
+        rows_T: The rows of the KV cache that it writes to.
+        queries: Set if blocks are recomputed, whose rows come first.
     """
 
     hidden_TC: torch.Tensor
+    positions_T: torch.Tensor
     table_N: torch.Tensor
     rows_T: torch.Tensor
     select_blocks: BlockAttention | None
+    queries: BlockQueries | None = None
 
 
 class DecodeRunner:
@@ -225,16 +228,13 @@ class DecodeRunner:
             states: The state slots, if the model has layers with a state.
         """
         cache, start, windows = self.cache, step.start, self.stack.config.windows
-        layers = self.stack.layers if part is None else part.layers
-        if part is None or not layers.start:
+        if part is not None and part.layers.start:
+            begun = self._begun.pop(part.key)
+        else:
             if copy is not None:
                 cache.copy_page(*copy)
             begun = self._begin(pages, step)
-        else:
-            begun = self._begun.pop(part.key)
         table_N, rows_T, select_blocks = begun.table_N, begun.rows_T, begun.select_blocks
-        positions_T = torch.arange(start, step.end, device=self.stack.device)
-
         buffers = self._read_buffers(step, states)
 
         def kv_rows(layer: int) -> KVRows:
@@ -255,17 +255,26 @@ class DecodeRunner:
             return self._attend_densely(layer, q_THD, k_GSD, v_GSD, start - before)
 
         calls = AttentionCalls(kv_rows, attend, self._read_states(step, states) or no_states)
-        hidden_TC = self.stack.run(begun.hidden_TC, positions_T, calls, layers=layers)
+        hidden_TC = self._run(begun, calls, part)
         self._copy_states(states)
-        if part is not None and layers.stop < self.stack.layers.stop:
-            self._begun[part.key] = replace(begun, hidden_TC=hidden_TC)
-            self.wait()
+        if hidden_TC is None:
             return ReadResult()
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
         blocks = () if select_blocks is None else select_blocks.most_attended(step.select_blocks)
         logprobs = self._logprobs(hidden_TC, step) if step.targets else ()
         self.wait()
         return ReadResult(logits_V, blocks, logprobs)
+
+    def _run(self, begun: _Begun, calls: AttentionCalls, part: ReadPart | None) -> torch.Tensor | None:
+        """Run the part's layers (None: all). Returns hidden_TC after the last layer. If more parts follow,
+        keeps the hidden states for them, waits for the device, and returns None."""
+        layers = self.stack.layers if part is None else part.layers
+        hidden_TC = self.stack.run(begun.hidden_TC, begun.positions_T, calls, layers=layers)
+        if part is None or layers.stop == self.stack.layers.stop:
+            return hidden_TC
+        self._begun[part.key] = replace(begun, hidden_TC=hidden_TC)
+        self.wait()
+        return None
 
     def _read_states(self, step: Read, states: ReadStates | None) -> Callable[[int], RowStates] | None:
         if not isinstance(self.states, LinearStates) or states is None:
@@ -306,7 +315,7 @@ class DecodeRunner:
         )
 
     def forget_read(self, key: int) -> None:
-        """Drop the hidden states of an unfinished `Read`; unknown keys are ignored."""
+        """Drop the hidden states of an unfinished `Read` or `Recompute`; unknown keys are ignored."""
         self._begun.pop(key, None)
 
     def _begin(self, pages: Sequence[int], step: Read) -> _Begun:
@@ -317,30 +326,35 @@ class DecodeRunner:
         if step.select_blocks:
             select_blocks = BlockAttention(step.select_among, self.stack.collectives)
         rows_T = self.cache.rows_of(table_N, step.start, len(step.ids))
-        return _Begun(self.stack.embed(ids_T), table_N, rows_T, select_blocks)
+        positions_T = torch.arange(step.start, step.end, device=self.stack.device)
+        return _Begun(self.stack.embed(ids_T), positions_T, table_N, rows_T, select_blocks)
 
     @torch.inference_mode()
     def recompute(
-        self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int], question: Read, last: bool
+        self,
+        pages: Sequence[int],
+        blocks: Sequence[int],
+        ids: Sequence[int],
+        question: Read,
+        last: bool,
+        part: ReadPart | None = None,
     ) -> ReadResult:
         """Recompute the KV of whole blocks with dense attention, and prefill the question in the same pass.
 
         Args:
             blocks: At least one block before the question, ascending. `ids` are their tokens.
-            last: True if the logits after the question are wanted.
+            last, part: As in `append`.
         """
-        cache, device, own = self.cache, self.stack.device, -(-question.end // BLOCK)
-        begun, recomputed = self._begin(pages, question), len(ids)
-        ids_P = torch.tensor(ids, dtype=torch.int64, device=device)
-        positions_P = rows_of_blocks(blocks, device)
-        positions_T = torch.arange(question.start, question.end, device=device)
-        rows_P = begun.table_N[positions_P // PAGE_TOKENS] * PAGE_TOKENS + positions_P % PAGE_TOKENS
-        rows = torch.cat([rows_P, begun.rows_T])
-        context_N = self._with_blocks(begun.table_N, blocks, own)
-        queries = BlockQueries(self.stack, blocks, own)
+        cache, recomputed = self.cache, len(ids)
+        if part is not None and part.layers.start:
+            begun = self._begun.pop(part.key)
+        else:
+            begun = self._begin_again(pages, blocks, ids, question)
+        context_N, queries = begun.table_N, begun.queries
+        assert queries is not None
 
         def kv_rows(layer: int) -> KVRows:
-            return cache.kv_rows(layer, rows)
+            return cache.kv_rows(layer, begun.rows_T)
 
         def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
             k_GSD, v_GSD = cache.gather(layer, context_N, len(context_N) * PAGE_TOKENS)
@@ -353,12 +367,29 @@ class DecodeRunner:
             )
             return torch.cat([blocks_PHD, asked_THD])
 
-        hidden_TC = torch.cat([self.stack.embed(ids_P), begun.hidden_TC])
-        calls = AttentionCalls(kv_rows, attend)
-        hidden_TC = self.stack.run(hidden_TC, torch.cat([positions_P, positions_T]), calls)
+        hidden_TC = self._run(begun, AttentionCalls(kv_rows, attend), part)
+        if hidden_TC is None:
+            return ReadResult()
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
         self.wait()
         return ReadResult(logits_V, blocks)
+
+    def _begin_again(
+        self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int], question: Read
+    ) -> _Begun:
+        device, own = self.stack.device, -(-question.end // BLOCK)
+        asked = self._begin(pages, question)
+        ids_P = torch.tensor(ids, dtype=torch.int64, device=device)
+        positions_P = rows_of_blocks(blocks, device)
+        rows_P = asked.table_N[positions_P // PAGE_TOKENS] * PAGE_TOKENS + positions_P % PAGE_TOKENS
+        return _Begun(
+            torch.cat([self.stack.embed(ids_P), asked.hidden_TC]),
+            torch.cat([positions_P, asked.positions_T]),
+            self._with_blocks(asked.table_N, blocks, own),
+            torch.cat([rows_P, asked.rows_T]),
+            None,
+            BlockQueries(self.stack, blocks, own),
+        )
 
     def _with_blocks(self, table_N: torch.Tensor, blocks: Sequence[int], own: int) -> torch.Tensor:
         """Return the pages of `own` blocks from the start, then those of `blocks` again. Pages that the table

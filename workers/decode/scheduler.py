@@ -193,11 +193,12 @@ class DecodeScheduler:
                 self._deliver(request, choice)
 
     async def _read(self, request: DecodeRequest) -> None:
-        """Run a request's next prefill step, over all layers or those whose KV has arrived. After the last
-        step, sample the first token."""
+        """Run a request's next prefill step, or the first of its layers that are left. After the last step,
+        sample the first token."""
         self._appending.remove(request)
         self._appending.append(request)
-        step, last, layers = request.reads[0], len(request.reads) == 1, request.layers_to_read
+        step, last = request.reads[0], len(request.reads) == 1
+        layers = request.layers_to_read[: self._layers_a_turn(request, step)]
         try:
             if not layers.start:
                 request.prepare(step)
@@ -231,6 +232,14 @@ class DecodeScheduler:
             request.times.read = self._clock()
             await self._begin_answer(request)
 
+    def _layers_a_turn(self, request: DecodeRequest, step: Step) -> int:
+        """Return how many layers of a prefill step a turn computes: while others decode, no more work than a
+        chunk of appended text takes. Recomputed blocks have more tokens."""
+        tokens = len(step.ids) if isinstance(step, Read) else BLOCK * len(request.blocks)
+        if not self._running or not tokens:
+            return request.layers
+        return max(1, request.layers * self._config.append_chunk_tokens // tokens)
+
     async def _begin_answer(self, request: DecodeRequest) -> None:
         if request.left:
             await self._sample_first([request])
@@ -242,14 +251,14 @@ class DecodeScheduler:
         self, request: DecodeRequest, step: Step, layers: range, last: bool
     ) -> Callable[[], ReadResult]:
         pages, part = request.pages.table, None
-        if isinstance(step, Recompute):  # a Read came before, so the KV of all layers is there
-            question, ids, blocks = step.question, request.ids_of_blocks(), request.blocks
-            if not blocks:
-                return lambda: self._runner.append(pages, question, last)
-            return lambda: self._runner.recompute(pages, blocks, ids, question, last)
         if len(layers) < request.layers:
             part = ReadPart(request.serial, layers)
             self._begun.add(request)
+        if isinstance(step, Recompute):  # a Read came before, so the KV of all layers is there
+            question, ids, blocks = step.question, request.ids_of_blocks(), request.blocks
+            if not blocks:
+                return lambda: self._runner.append(pages, question, last, None, part)
+            return lambda: self._runner.recompute(pages, blocks, ids, question, last, part)
         copy = request.pages.copy_in if step.start == request.pages.held_tokens else None
         states, own = None, request.pages.states
         if own is not None:

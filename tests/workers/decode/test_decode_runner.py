@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from array import array
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.layers.kv_int8 import NOT_A_NUMBER
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.reads import Read
@@ -289,3 +291,29 @@ def test_prefill_in_layer_parts_equals_one_pass_bit_for_bit(tiny_stack: LayerSta
         assert results[key].blocks == result.blocks
     for side, other in zip(whole.cache.sides, parts.cache.sides, strict=True):
         assert torch.equal(side[:, :29], other[:, :29])
+
+
+def test_recomputing_in_layer_parts_equals_one_pass_bit_for_bit(tiny_stack: LayerStack) -> None:
+    """Two requests share a document's pages up to their own blocks, and take turns."""
+    whole, parts = make_runner(tiny_stack), make_runner(tiny_stack)
+    chance, layers = random.Random(6), tiny_stack.layers.stop
+    ids = [chance.randrange(198) for _ in range(3 * BLOCK)]
+    question = Read(len(ids), array("I", [chance.randrange(198) for _ in range(30)]))
+    tables = [tuple(range(30 * n, 30 * n + 26)) for n in range(2)]
+    chosen = [(0, 2), (1,)]
+    for runner, pages in itertools.product((whole, parts), tables):
+        runner.append(pages, Read(0, array("I", reversed(ids))), last=False)  # which is recomputed
+    again = [[token for b in blocks for token in ids[b * BLOCK : (b + 1) * BLOCK]] for blocks in chosen]
+    calls = list(zip(tables, chosen, again, strict=True))
+    expected = [whole.recompute(*call, question, True) for call in calls]
+    for first, end in ((0, 1), (1, 4), (4, layers)):
+        found = [
+            parts.recompute(*call, question, True, ReadPart(key, range(first, end)))
+            for key, call in enumerate(calls)
+        ]
+    for result, wanted in zip(found, expected, strict=True):
+        assert wanted.logits_V is not None and torch.equal(result.logits_V, wanted.logits_V)
+        assert result.blocks == wanted.blocks
+    for side, other in zip(whole.cache.sides, parts.cache.sides, strict=True):
+        assert torch.equal(side[:, :60], other[:, :60])
+    assert not parts._begun

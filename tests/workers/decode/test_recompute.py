@@ -125,6 +125,32 @@ async def test_recomputing_all_blocks_of_a_prompt_equals_dense_prefill(sparse: S
     assert again.finish.report.recompute > 0
 
 
+async def test_blocks_are_recomputed_in_turns_with_others_decode_steps(bench: Any) -> None:
+    sparse, prompt, calls = Sparse(await bench(append_chunk_tokens=96)), tokens(TOKENS, 1), list[Any]()
+    want, runner = await sparse.dense(prompt), sparse.bench.engine._runner
+    recompute, launch = runner.recompute, runner.launch
+
+    def noting(*given: Any) -> Any:
+        calls.append(given[-1])
+        return recompute(*given)
+
+    def launching(*given: Any) -> Any:
+        calls.append("step")
+        return launch(*given)
+
+    runner.recompute, runner.launch = noting, launching
+    asking = sparse.bench.ask("other", tokens(20, 2), Sampling(max_tokens=400, ignore_eos=True))
+    other = asyncio.create_task(asking)
+    while "step" not in calls:
+        await asyncio.sleep(0.001)
+    assert (await sparse.ask("again", prompt, 8)).ids == want
+    assert not other.done() and len((await other).ids) == 400
+    parts = [call.layers for call in calls if call != "step"]
+    assert [layer for part in parts for layer in part] == list(range(runner.stack.layers.stop))
+    first = next(place for place, call in enumerate(calls) if call != "step")
+    assert len(parts) > 1 and calls[first + 1 : first + 2 * len(parts) : 2] == ["step"] * len(parts)
+
+
 async def test_recomputing_all_blocks_leaves_the_session_unchanged(
     sparse: Sparse,
 ) -> None:
