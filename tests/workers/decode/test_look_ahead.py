@@ -72,7 +72,7 @@ async def test_without_look_ahead_steps_run_one_at_a_time(
     assert [what for what, _, _ in watch.log] == ["launch", "land"] * 3
 
 
-async def test_launches_ahead_while_requests_join_and_reach_their_last_token(
+async def test_launches_ahead_while_requests_join_and_end(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, plain = await bench(looks_ahead=True), await bench()

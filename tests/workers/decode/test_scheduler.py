@@ -185,7 +185,7 @@ async def test_steps_keep_the_target_gap_while_prompts_wait() -> None:
         (0, True, 9, 0.0),
     ],
 )
-def test_steps_wait_only_for_prompts_that_share_the_gpu_or_as_configured(
+def test_steps_wait_for_prompts_that_share_the_gpu(
     given: float | None, shared: bool, prompts: int, wanted: float
 ) -> None:
     assert gap_s(DecodeConfig(target_gap_ms=given), shared, prompts) == wanted
