@@ -96,7 +96,9 @@ def method_levels(
             levels.append(Level(density=density, tokens=tokens, share=round(target, 4), amounts=thresholds))
     if not levels:
         sizes = ", ".join(map(str, sorted(probes)))
-        raise ValueError(f"no level can be calibrated at {sizes} tokens: calibrate at longer prompts")
+        raise ValueError(
+            f"no level can be calibrated at {sizes} tokens: it takes a higher density or longer prompts"
+        )
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
 
 

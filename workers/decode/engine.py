@@ -129,7 +129,7 @@ class DecodeEngine:
             config,
             model.eos_ids,
             clock,
-            gap_s=lambda: gap_s(config, in_place, self._requests.unended - self._scheduler.submitted),
+            gap_s=lambda: target_gap_s(config, in_place, self._requests.unended - self._scheduler.submitted),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._unavailable = _STARTING
@@ -388,7 +388,7 @@ class DecodeEngine:
             raise DecodeFailed(why)
 
 
-def gap_s(config: DecodeConfig, shared: bool, prompts: int) -> float:
+def target_gap_s(config: DecodeConfig, shared: bool, prompts: int) -> float:
     """Return the fewest seconds between the starts of two decode steps; 0: none.
 
     Args:

@@ -183,7 +183,8 @@ class DecodeRunner:
         `masks` are as in `choose`.
 
         Greedy tokens of logits in host memory, where a stage's arrive, are chosen there. On a GPU that a
-        stage shares, each of the small kernels and copies would wait for its turn.
+        stage shares, each of the small kernels and copies would wait for its turn. Sampled tokens are not:
+        a CPU would sort the vocabulary for milliseconds.
         """
         if copies:
             self.copy_pages(copies)

@@ -257,7 +257,7 @@ class DecodeScheduler:
         if isinstance(step, Recompute):  # a Read came before, so the KV of all layers is there
             question, ids, blocks = step.question, request.ids_of_blocks(), request.blocks
             if not blocks:
-                return lambda: self._runner.append(pages, question, last, None, part)
+                return lambda: self._runner.append(pages, question, last)
             return lambda: self._runner.recompute(pages, blocks, ids, question, last, part)
         copy = request.pages.copy_in if step.start == request.pages.held_tokens else None
         states, own = None, request.pages.states
@@ -275,7 +275,7 @@ class DecodeScheduler:
         began = self._clock()
         requests = tuple(self._running) if launched is None else launched.requests
         stepping = frozenset(requests)
-        following = self._to_launch_ahead(requests, stepping)
+        following = self._to_launch_ahead(stepping)
         rows = [] if launched is not None else [request.row for request in requests]
         next_rows = [
             replace(request.row, length=request.length + (request in stepping)) for request in following
@@ -311,22 +311,20 @@ class DecodeScheduler:
             request.times.record_step(choice.pages_attended, choice.pages_held, len(live))
             self._deliver(request, choice)
 
-    def _to_launch_ahead(
-        self, requests: tuple[DecodeRequest, ...], stepping: Set[DecodeRequest]
-    ) -> tuple[DecodeRequest, ...]:
+    def _to_launch_ahead(self, stepping: Set[DecodeRequest]) -> tuple[DecodeRequest, ...]:
         """Return the requests of the step to launch before the tokens of this step are known; empty: none.
 
         A request whose last token this step samples is left out. Tokens that end an answer are not foreseen.
 
         Args:
-            requests: Those of this step; `stepping` is their set.
+            stepping: The requests of this step.
         """
         if not self._runner.asynchronous or self._stopping or self._gap_s() or self._next_to_read():
             return ()
         if self._waiting and self.running < self._config.max_batch:
             return ()
         following = tuple(one for one in self._running if one not in stepping or one.left > 1)
-        if following != requests and any(one.so_far is not None for one in following):
+        if frozenset(following) != stepping and any(one.so_far is not None for one in following):
             return ()  # what their options count is uploaded anew, with this step's tokens
         return following
 

@@ -157,8 +157,7 @@ class StepRows:
         first = next((place for place, before in enumerate(places) if place != before), len(places))
         if first == len(places):
             return
-        places_R = torch.empty(len(places) - first, dtype=torch.int64, device=self.ids_R.device)
-        places_R.copy_(torch.tensor(places[first:]), non_blocking=True)
+        places_R = torch.tensor(places[first:]).to(self.ids_R.device, non_blocking=True)
         chosen = self.sampling
         options = (chosen.drawn_R, chosen.temperature_R1, chosen.seed_R, chosen.top_k_R, chosen.top_p_R1)
         for x in (self.table_RP, self.lengths_R, self.ids_R, self.selects_R, self.states_R, *options):

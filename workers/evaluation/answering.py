@@ -304,8 +304,7 @@ def default_device() -> str:
 
 
 MOST_PLACES = 16
-"""Maximum number of samples that an evaluation answers at once. Their decode steps take hardly longer than
-one sample's."""
+"""Maximum number of samples that an evaluation answers at once. They share their decode steps' launches."""
 
 
 def places_for(stack: LayerStack, room: int) -> int:
@@ -322,13 +321,12 @@ def places_for(stack: LayerStack, room: int) -> int:
 
 
 class OneModel:
-    """A model that answers `places` samples at once.
+    """A model that answers at most `places` samples at once (`places_for`).
 
     Args:
         room: Tokens of the longest prompt.
         chunk: Tokens that are prefilled at once.
         tokens: Tokens of the longest answer.
-        places: None: `places_for`.
     """
 
     def __init__(
@@ -339,9 +337,8 @@ class OneModel:
         chunk: int,
         tokens: int,
         profile: Profile | None = None,
-        places: int | None = None,
     ) -> None:
-        self.places = places or places_for(stack, room + tokens)
+        self.places = places_for(stack, room + tokens)
         self._together = Together(stack, self.places, room + tokens, profile)
         self._tokenizer, self._chunk, self._tokens = tokenizer, chunk, tokens
         if stack.device.type == "cuda":  # so that the first prompt's time has no compilation

@@ -17,6 +17,8 @@ import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.layers.kv_int8 import NOT_A_NUMBER
+from deltafront.kernels.sampling.sample import SamplingRows
+from deltafront.workers.decode import runner as decode_runner
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.runner import DecodeRunner, ReadPart
@@ -137,23 +139,27 @@ def test_batched_requests_generate_the_same_tokens_as_alone(
         assert alone.answer == request.answer
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_only_greedy_first_tokens_are_chosen_in_host_memory(
-    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch, drawn: bool
+@pytest.mark.parametrize(
+    ("drawn", "logits_on", "device"), [(0, "cpu", "cpu"), (1, "cpu", "meta"), (0, "meta", "meta")]
+)
+def test_only_greedy_tokens_of_logits_on_the_host_are_chosen_there(
+    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch, drawn: int, logits_on: str, device: str
 ) -> None:
-    """The worker's device is `meta`, on which nothing can be computed."""
-    runner = make_runner(tiny_stack)
+    class Chosen(Exception):
+        """Ends the sampling, since nothing can be computed on `meta`, the worker's device."""
+
+    def sampled(logits_RV: torch.Tensor, sampling: SamplingRows, positions_R: torch.Tensor) -> None:
+        assert {x.device.type for x in (sampling.seed_R, positions_R)} == {logits_RV.device.type}
+        raise Chosen(logits_RV.device.type)
+
+    worker = make_runner(tiny_stack)
     monkeypatch.setattr(tiny_stack, "device", torch.device("meta"))
-    logits_V = np.random.default_rng(3).standard_normal(198, dtype=np.float32)
-    samplings = Sampling(), Sampling(temperature=0.7) if drawn else Sampling(stop_token_ids=(5,))
+    monkeypatch.setattr(decode_runner, "sample", sampled)
+    samplings = Sampling(), Sampling(temperature=0.7 * drawn)
     rows = [Row(n, (0,), 9, 0, sampling, False) for n, sampling in enumerate(samplings)]
-    if drawn:
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            runner.first_tokens([logits_V] * 2, rows)
-        return
-    for chosen in runner.first_tokens([logits_V] * 2, rows):
-        wanted = torch.as_tensor(logits_V).log_softmax(-1)
-        assert chosen.token == int(logits_V.argmax()) and chosen.logprob == pytest.approx(float(wanted.max()))
+    logits = [np.zeros(198, dtype=np.float32), torch.zeros(198, device=logits_on)]
+    with pytest.raises(Chosen, match=device):
+        worker.first_tokens(logits, rows)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -294,7 +300,7 @@ def test_prefill_in_layer_parts_equals_one_pass_bit_for_bit(tiny_stack: LayerSta
 
 
 def test_recomputing_in_layer_parts_equals_one_pass_bit_for_bit(tiny_stack: LayerStack) -> None:
-    """Two requests share a document's pages up to their own blocks, and take turns."""
+    """Two requests take turns."""
     whole, parts = make_runner(tiny_stack), make_runner(tiny_stack)
     chance, layers = random.Random(6), tiny_stack.layers.stop
     ids = [chance.randrange(198) for _ in range(3 * BLOCK)]

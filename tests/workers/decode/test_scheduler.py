@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.decode.engine import gap_s
+from deltafront.workers.decode.engine import target_gap_s
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.request import DecodeRequest
 from deltafront.workers.decode.runner import ReadPart, ReadResult
@@ -188,7 +188,7 @@ async def test_steps_keep_the_target_gap_while_prompts_wait() -> None:
 def test_steps_wait_for_prompts_that_share_the_gpu(
     given: float | None, shared: bool, prompts: int, wanted: float
 ) -> None:
-    assert gap_s(DecodeConfig(target_gap_ms=given), shared, prompts) == wanted
+    assert target_gap_s(DecodeConfig(target_gap_ms=given), shared, prompts) == wanted
 
 
 async def test_pause_between_steps_ends_when_the_scheduler_stops() -> None:
