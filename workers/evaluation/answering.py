@@ -106,13 +106,12 @@ class Together:
                     self._asked(again, reader, sample, blocks, *one)
                     for reader, sample, one in zip(self._readers, samples, read, strict=False)
                 ]
-                prefill_B = [reading.density for reading, _ in read]
                 steps = self._attend
                 if setting.delta and setting.kv_dtype is None:
                     kv = (x_LBGSD[:, : len(read)] for x_LBGSD in (self._k_LBGSD, self._v_LBGSD))
                     plan = delta_plan(self._stack, delta_config(setting.delta))
                     steps = PagedSteps(self._stack, plan, *kv).attend
-                made.append(self._answered(ends, prefill_B, samples, tokens, decode, told, steps))
+                made.append(self._answered(ends, samples, tokens, decode, told, steps))
             if setting == Setting("dense"):
                 told = told or [answer.ids for answer in made[-1]]
         return made
@@ -146,7 +145,6 @@ class Together:
     def _answered(
         self,
         read: Sequence[tuple[Reading, float]],
-        prefill_B: Sequence[float],
         samples: Sequence[Sample],
         tokens: int,
         decode: Decode,
@@ -162,10 +160,10 @@ class Together:
             forced = self._forced(first_BC, lengths, [ids[:TOLD] for ids in told], steps)
             begun_B, likely_B = [ids[: forced.agreed] for ids in told], forced.likely_B
             ids_B, _ = self._decode(forced.hidden_BC, lengths, tokens, decode, samples, steps, begun_B)
-        each = zip(ids_B, read, prefill_B, likely_B, strict=True)
+        each = zip(ids_B, read, likely_B, strict=True)
         return [
-            MeasuredAnswer(tuple(ids), decode(ids), reading.density, prefill, seconds, *likely, reading.runs)
-            for ids, (reading, seconds), prefill, likely in each
+            MeasuredAnswer(tuple(ids), decode(ids), reading.density, seconds, *likely, reading.runs)
+            for ids, (reading, seconds), likely in each
         ]
 
     def _wait(self) -> None:

@@ -19,8 +19,8 @@ class MeasuredAnswer:
 
     Attributes:
         ids, said: Tokens and text of the greedy answer.
-        density, prefill: Share of causal tiles that were computed. `prefill` leaves out the tiles for
-            recomputed blocks and for the question.
+        density: Share of causal tiles that prefill computed, as in the service's reports: without tiles for
+            recomputed blocks or for a question to a session.
         seconds: Wall-clock time to the first token.
         logp: Mean log-probability of the first `TOLD` tokens of dense attention's answer, teacher-forced.
         agreement: Share of these tokens that have the highest probability.
@@ -30,7 +30,6 @@ class MeasuredAnswer:
     ids: tuple[int, ...]
     said: str
     density: float
-    prefill: float
     seconds: float
     logp: float
     agreement: float
@@ -47,7 +46,7 @@ class ComparedRow:
 
     Attributes:
         setting: The setting as text; `dense` for dense attention.
-        density, prefill: Means of these fields of `MeasuredAnswer`.
+        density: Mean density.
         dense, score: Mean scores of dense attention and of the setting.
         kept, kept_95: The setting's sum of scores divided by dense attention's, and its 95% interval (None:
             not known; see `kept_interval`).
@@ -63,7 +62,6 @@ class ComparedRow:
     setting: str
     samples: int
     density: float
-    prefill: float
     dense: float
     score: float
     kept: float
@@ -99,7 +97,6 @@ def compare(
         setting=setting,
         samples=len(answers),
         density=fmean(one.density for one in answers),
-        prefill=fmean(one.prefill for one in answers),
         dense=fmean(theirs),
         score=fmean(scores),
         kept=sum(scores) / whole if whole else math.nan,

@@ -36,7 +36,8 @@ class Reading:
 
     Attributes:
         tail_TC: Hidden rows of the document's last positions.
-        density: Share of causal tiles that were computed, over all layers with attention.
+        density: Share of causal tiles that prefill computed, over all layers with attention. Recomputed
+            blocks and appended questions are not counted.
         milliseconds: Time of selection and attention in all layers and chunks: device time on a GPU,
             wall-clock time on a CPU.
         runs: Mean number of runs of similar keys in a block, by layer; None where the method finds none.
@@ -158,8 +159,7 @@ class Reader:
             reading: The result of prefilling the whole prompt.
 
         Returns:
-            A context with `reading` and the new hidden row of the last position. Its density adds the tiles
-            computed here, which include the prompt's end twice.
+            A context with `reading` and the new hidden row of the last position.
         """
         whole = self._ids_T.tolist()
         start = tail_start(len(whole))
@@ -175,13 +175,9 @@ class Reader:
     @contextmanager
     def _appended(self, reading: Reading, start: int, ids: Sequence[int], blocks: int) -> Iterator[Reading]:
         chosen = self._chosen(start, ids, blocks) if blocks else []
-        count = -(-(start + len(ids)) // BLOCK)
-        appended = sum(range(start // BLOCK + 1, count + 1)) * (2 if blocks else 1)
-        tiles = sum(block + 1 for block in chosen) + appended
-        density = reading.density + 2 * tiles / (count * (count + 1))
         with self.recomputed(chosen):
             self.length = start
-            yield replace(reading, tail_TC=self.append(ids)[-1:], density=density)
+            yield replace(reading, tail_TC=self.append(ids)[-1:])
 
     def _chosen(self, start: int, ids: Sequence[int], blocks: int) -> list[int]:
         """Prefill `ids` after the first `start` tokens. Return the numbers of the `blocks` blocks, at most,

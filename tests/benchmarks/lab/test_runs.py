@@ -149,7 +149,7 @@ def test_levels_of_a_profile_hold_with_the_delta_correction(
     level, tau = (f"dpxa+delta:{rule},{common}" for rule in ("density=0.3", "tau=0.2,outside=1"))
     found = run(model, prompts, result, level, tau, "--profile", str(profile))
     rows = {row["setting"]: row for row in found["rows"]}
-    assert rows[level]["prefill"] == rows[tau]["prefill"] < 1
+    assert rows[level]["density"] == rows[tau]["density"] < 1
     assert rows[level]["logps"] == rows[tau]["logps"] != [0, 0, 0]
     with pytest.raises(SystemExit, match=r"density = 0\.4: the model's profile has 0\.3 for dpxa"):
         run(model, prompts, result, level.replace("0.3", "0.4"), "--profile", str(profile))

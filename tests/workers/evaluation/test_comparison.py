@@ -18,7 +18,7 @@ from deltafront.workers.evaluation.prompts import TaskPrompt
 
 
 def answer(said: str, *, logp: float = 0.0, agreement: float = 1.0, density: float = 0.2) -> MeasuredAnswer:
-    return MeasuredAnswer((1,), said, density, density, 1.0, logp, agreement)
+    return MeasuredAnswer((1,), said, density, 1.0, logp, agreement)
 
 
 def test_comparison_counts_answers_that_score_lower_or_higher() -> None:

@@ -65,7 +65,7 @@ class Table:
     def answer(self, setting: Setting, sample: Sample) -> MeasuredAnswer:
         density = 1.0 if setting == DENSE else 0.2
         said = "yes" if self.right(setting, int(sample.prompt.source)) else "no"
-        return MeasuredAnswer(self.ids(sample), said, density, density, 1.0, 0.0, 1.0)
+        return MeasuredAnswer(self.ids(sample), said, density, 1.0, 0.0, 1.0)
 
     @staticmethod
     def ids(sample: Sample) -> tuple[int, ...]:
@@ -152,9 +152,9 @@ def test_interrupted_evaluation_compares_the_answers_so_far(calls: int) -> None:
 
 
 def row(lost: int, count: int, density: float) -> ComparedRow:
-    dense = [MeasuredAnswer((7,), "yes", 1.0, 1.0, 1.0, 0.0, 1.0)] * count
+    dense = [MeasuredAnswer((7,), "yes", 1.0, 1.0, 0.0, 1.0)] * count
     said = ["no"] * lost + ["yes"] * (count - lost)
-    some = [MeasuredAnswer((7,), each, density, density, 1.0, 0.0, 1.0) for each in said]
+    some = [MeasuredAnswer((7,), each, density, 1.0, 0.0, 1.0) for each in said]
     return compare("x", prompts(count), some, dense)
 
 
