@@ -40,10 +40,14 @@ class Builder:
 
     def archive(self, image: str, name: str) -> Path:
         """Write an image as an archive, with the name that pods use."""
-        path = self.folder / f"{name.rpartition('/')[2].replace(':', '-')}.tar"
+        path = self.folder / archive_name(name)
         done = self("push", image, f"docker-archive:{path}:{name}")
         assert done.returncode == 0, done.stdout
         return path
+
+
+def archive_name(image: str) -> str:
+    return f"{image.rpartition('/')[2].replace(':', '-')}.tar"
 
 
 def build_image(builder: Builder, *, compiled: bool) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ..builder import IMAGE as builder_image
-from ..builder import Builder, build_package
+from ..builder import Builder, archive_name, build_package
 from ..manifests import Object
 from .guide import Guide
 from .kube import (
@@ -271,16 +271,12 @@ def archives(
 
     def made() -> list[Path]:
         folder = Path(os.environ.get("CLUSTER_IMAGES") or tmp_path_factory.mktemp("archives"))
-        if not any(folder.glob("*.tar")):
-            builder: Builder = request.getfixturevalue("image_builder")
-            built = {
-                IMAGE: builder_image,
-                REDIS: build_package(builder, "redis-server"),
-                PROMETHEUS: build_package(builder, "prometheus"),
-            }
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, image in built.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, package in ((IMAGE, None), (REDIS, "redis-server"), (PROMETHEUS, "prometheus")):
+            if not (folder / archive_name(name)).exists():
+                builder: Builder = request.getfixturevalue("image_builder")
+                image = builder_image if package is None else build_package(builder, package)
                 shutil.move(builder.archive(image, name), folder)
-        return sorted(folder.glob("*.tar"))
+        return [folder / archive_name(name) for name in (IMAGE, REDIS, PROMETHEUS)]
 
     return made
