@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from deltafront.service.errors import DeltafrontError
 from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.metrics import Metrics
+from deltafront.service.request.after_prefill import AfterPrefill
 from deltafront.service.request.answers import RequestEvent
 from deltafront.service.request.audit import Audit
 from deltafront.service.request.callers import Caller, Callers, RequestUse
@@ -43,6 +44,7 @@ class Resources:
     grammars: Grammars
     shadow: ShadowReads
     profile: Profile | None = None
+    after_prefill: AfterPrefill = field(default_factory=AfterPrefill)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -42,7 +42,8 @@ def summed_by_layer(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
 class Progress:
     """Number of prompt tokens prefilled so far.
 
-    `expected_first_token_seconds` is predicted before prefill, in a request's first event; 0: not known.
+    `expected_first_token_seconds`, from the request's arrival, is predicted before prefill, in a request's
+    first event; 0: not known.
     `tiles` are those of all tokens so far.
     """
 

@@ -48,6 +48,8 @@ class Answer:
         self._gaps: list[float] = []
         self._last_token_at = time.monotonic()
         self._prefill: events.PrefillReport | None = None
+        self._recomputes = 0
+        self._prefilled_at = 0.0
         self.decoded: list[events.DecodeReport] = []
         self.new_tokens = self.session_tokens = self.cached_tokens = 0
         self.host_tokens = self.disk_tokens = 0
@@ -106,9 +108,10 @@ class Answer:
             self._echoed = fresh[-1].index
             self._accepted.events.put_nowait(Echo(tokens=fresh))
 
-    def record_prefill(self, report: events.PrefillReport) -> None:
+    def record_prefill(self, report: events.PrefillReport, blocks: int) -> None:
+        """Note that a group has prefilled the prompt. blocks: The number of blocks to recompute."""
         if not self.ids:
-            self._prefill = report
+            self._prefill, self._recomputes, self._prefilled_at = report, blocks, time.monotonic()
 
     def token(self, event: events.Token, report: events.DecodeReport) -> bool:
         """Emit a token. Return whether a stop string ended the answer."""
@@ -121,6 +124,8 @@ class Answer:
                 tuple(clock.parts().items()), self.prompt_tokens - self.cached_tokens
             )
             self._measure_prefill(report)
+            if self._prefill is not None:
+                self._resources.after_prefill.record(self._recomputes, now - self._prefilled_at)
             self._accepted.events.put_nowait(self._usage())
         else:
             self._gaps.append(now - self._last_token_at)

@@ -147,7 +147,9 @@ class PromptPrefill:
         try:
             async for event in group.prefill(self._job):
                 if isinstance(event, PrefillQueued):
-                    start, total, s = self._job.start, self.plan.prefill_tokens, event.expected_s
+                    start, total = self._job.start, self.plan.prefill_tokens
+                    after_s = self.resources.after_prefill.expected_s(self.plan.recompute_blocks)
+                    s = self.replays.clock.elapsed + event.expected_s + after_s
                     progress(Progress(tokens_done=start, tokens_total=total, expected_first_token_seconds=s))
                 elif isinstance(event, ChunkRead):
                     done, total, so_far = event.tokens_done, event.tokens_total, event.so_far

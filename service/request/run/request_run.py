@@ -142,7 +142,8 @@ class RequestRun:
             self._answer.record_reserved(placed.reserved)
             worker = placed.worker
             prefill = PromptPrefill(resources, leases, placed.groups, worker, plan, self._call, self._replays)
-            self._answer.record_prefill(await prefill.run(self._answer.progress))
+            report = await prefill.run(self._answer.progress)
+            self._answer.record_prefill(report, plan.recompute_blocks)
             if self._call.prefill_only:
                 await self._keep(leases, worker, plan)
             else:
