@@ -15,9 +15,9 @@ from deltafront.workers.model.decoder.stack import LayerStack
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-DENSITIES = 0.055, 0.1
-"""Densities of the levels at LONGEST tokens. At other lengths they are scaled as levels are (`GROWTH`). They
-are near those that keep dense attention's answers in docs/experiments/0013."""
+DENSITIES = 0.055, 0.1, 0.17
+"""Densities of the levels at LONGEST tokens. At other lengths they are scaled as levels are (`GROWTH`). The
+first two are near those that keep dense attention's answers in docs/experiments/0013."""
 LONGEST = 131_072
 _ABOVE_FORCED = 0.03
 """A level is at least this much denser than sink and window alone."""
@@ -39,7 +39,8 @@ def densities(tokens: int, forced: float) -> list[float]:
     """Return the densities of the levels for prompts of `tokens` tokens. forced: The density of sink and
     window alone."""
     scaled = (density * (LONGEST / tokens) ** GROWTH for density in DENSITIES)
-    return sorted({round(min(1.0, max(density, forced + _ABOVE_FORCED)), 3) for density in scaled})
+    levels = {round(min(1.0, max(density, forced + _ABOVE_FORCED)), 3) for density in scaled}
+    return sorted(levels - {1.0} or levels)
 
 
 def with_levels(

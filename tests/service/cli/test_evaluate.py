@@ -204,9 +204,10 @@ def test_only_two_texts_are_halved_and_levels_outlive_an_interruption(
 
 
 def test_levels_of_an_evaluation_are_denser_for_shorter_prompts() -> None:
-    assert densities(131_072, forced=0.01) == [0.055, 0.1]
-    assert densities(31_000, forced=0.046) == [0.098, 0.178]
+    assert densities(131_072, forced=0.01) == [0.055, 0.1, 0.17]
+    assert densities(31_000, forced=0.046) == [0.098, 0.178, 0.303]
     assert densities(1500, forced=0.8) == [0.83]
+    assert densities(1500, forced=0.99) == [1.0]
 
 
 def test_calibration_refuses_a_text_that_evaluated(model: Path, tmp_path: Path) -> None:
