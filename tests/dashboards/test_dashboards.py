@@ -15,11 +15,11 @@ import yaml
 from deltafront.dashboards.build import DASHBOARDS, FOLDER, path_of, render
 from deltafront.dashboards.grafana import Dashboard
 from deltafront.dashboards.overview import ERROR_BUDGET, SLOW_BUDGET
+from deltafront.dashboards.prometheus import RULES
 from deltafront.service.errors import Code
 from deltafront.service.metrics import FINISHED, Metrics
 
 from ..test_generated import declared, declared_series
-from .prometheus import RULES
 
 every = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
 

@@ -18,10 +18,9 @@ import yaml
 from deltafront.dashboards.build import DASHBOARDS
 from deltafront.dashboards.grafana import TRACED, Dashboard, Panel, Query
 from deltafront.dashboards.overview import OUTCOMES
+from deltafront.dashboards.prometheus import substituted
 from deltafront.service.errors import Code
 from deltafront.service.metrics import FINISHED, Metrics
-
-from .prometheus import substituted
 
 every = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
 

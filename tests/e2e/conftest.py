@@ -25,7 +25,6 @@ from deltafront.workers.calibration import needles as hay
 from deltafront.workers.model.directory import store as model_store
 
 from ..collector import Collector
-from ..dashboards.prometheus import RAY_EXPORTS
 from .wire import Wire
 
 CONFIG = Path(__file__).parent / "service.yaml"
@@ -76,7 +75,8 @@ def service(
     settings["decode"] |= tiers
     config = tmp_path_factory.mktemp("service") / CONFIG.name
     config.write_text(yaml.safe_dump(settings))
-    with LocalService(config, start_s=900, environment=RAY_EXPORTS) as running:
+    exports = {"RAY_enable_metrics_collection": "1"}  # Ray exports its own metrics
+    with LocalService(config, start_s=900, environment=exports) as running:
         yield running
 
 

@@ -16,10 +16,12 @@ import yaml
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.dashboards.build import DASHBOARDS
+from deltafront.dashboards.prometheus import DOOR, RAY, RULES, Prometheus, QueryFailed, substituted
 from deltafront.dashboards.workers import GPUS
+from deltafront.service.listening import LOOPBACK
+from deltafront.service.local.ports import agent_ports
 from deltafront.service.local.server_process import LocalService
 
-from ..dashboards.prometheus import RULES, Prometheus, QueryFailed, ray_address, substituted
 from ..service.test_metrics import promtool_says
 from .conftest import Table
 from .traffic import Traffic
@@ -33,8 +35,9 @@ WINDOW, RANGE_S = "10m", 600
 def prometheus(service: LocalService, wire: Wire, tmp_path: Path) -> Iterator[Prometheus]:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (Debian: prometheus); .ci/run installs it")
-    ray = ray_address(int(service.address.rpartition(":")[2]))
-    with Prometheus(tmp_path / "prometheus", wire.info().metrics_address, ray) as running:
+    ray_port = agent_ports(int(service.address.rpartition(":")[2]))["metrics_export_port"]
+    targets = {DOOR: wire.info().metrics_address, RAY: f"{LOOPBACK}:{ray_port}"}
+    with Prometheus(tmp_path / "prometheus", targets) as running:
         yield running
 
 

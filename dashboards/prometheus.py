@@ -1,4 +1,5 @@
-"""Runs a Prometheus that scrapes one service on this machine, and queries it."""
+"""Runs a Prometheus on this machine with the rules of the Kubernetes manifests, and queries it as Grafana
+does."""
 
 from __future__ import annotations
 
@@ -12,28 +13,23 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import yaml
-
-from deltafront.service.listening import LOOPBACK
-from deltafront.service.local.ports import agent_ports
-
-RULES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "monitoring" / "rules.yaml"
+RULES = Path(__file__).resolve().parents[1] / "deploy" / "kubernetes" / "monitoring" / "rules.yaml"
+DOOR, RAY = "deltafront-door", "deltafront-ray"
+"""The PodMonitors of doors and of Ray nodes."""
+NAMESPACE = "local"
+"""The namespace of targets on this machine."""
 _START_S = 60.0
 _STEP_S = 1
 
 
-RAY_EXPORTS = {"RAY_enable_metrics_collection": "1"}
-"""The environment of a service on this machine whose Ray exports its own metrics."""
-
-
-def ray_address(grpc_port: int) -> str:
-    """Return the address of Ray's metrics of a service on this machine. grpc_port: the service's."""
-    return f"{LOOPBACK}:{agent_ports(grpc_port)['metrics_export_port']}"
+def job_of(monitor: str) -> str:
+    """Return the label `job` of a PodMonitor's targets."""
+    return f"{NAMESPACE}/{monitor}"
 
 
 class QueryFailed(RuntimeError):
@@ -54,33 +50,38 @@ def substituted(expr: str, window: str, range_s: int) -> str:
 
 
 class Prometheus:
-    """Run Prometheus with the rules of the Kubernetes manifests: `with Prometheus(folder, "127.0.0.1:9464",
-    ray="127.0.0.1:8080") as prometheus:`.
+    """Run Prometheus with the rules of the Kubernetes manifests: `with Prometheus(folder, {DOOR:
+    "127.0.0.1:9464"}) as prometheus:`.
 
-    folder: for its files. door, ray: the metrics addresses of a door and its Ray node. interval_s: seconds
-    between scrapes and evaluations. Raises FileNotFoundError if Prometheus is not installed (Debian:
-    prometheus), and RuntimeError if it does not start.
+    folder: for its files; those that an earlier Prometheus left in `data` are read. targets: the addresses to
+    scrape, by PodMonitor. interval_s: seconds between scrapes and evaluations. options: further ones of
+    Prometheus' command line. Raises FileNotFoundError if Prometheus is not installed (Debian: prometheus),
+    and RuntimeError if it does not start.
     """
 
-    def __init__(self, folder: Path, door: str, ray: str, interval_s: int = _STEP_S) -> None:
+    def __init__(
+        self, folder: Path, targets: Mapping[str, str], interval_s: int = _STEP_S, options: Sequence[str] = ()
+    ) -> None:
         tool = shutil.which("prometheus")
         if tool is None:
             raise FileNotFoundError("prometheus is not installed (Debian: prometheus)")
         self._folder = folder
-        self._configure({"deltafront-door": door, "deltafront-ray": ray}, interval_s)
+        self._configure(targets, interval_s)
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        self._url = f"http://{address}"
-        self._command = [tool, "--config.file=prometheus.yaml", "--storage.tsdb.path=data"]
+        self.url = f"http://{address}"
+        self._command = [tool, "--config.file=prometheus.yaml", "--storage.tsdb.path=data", *options]
         self._command += [f"--web.listen-address={address}", "--log.level=warn"]
         self._process: subprocess.Popen[bytes] | None = None
 
     def _configure(self, targets: Mapping[str, str], interval_s: int) -> None:
         """Write a configuration that sets the labels of the PodMonitors: job, namespace and pod."""
-        labels = {"namespace": "local", "pod": "door"}
+        import yaml  # here, since recording a run on another machine takes the standard library alone
+
+        labels = {"namespace": NAMESPACE, "pod": "door"}
         scraped = [
             {
-                "job_name": f"local/{monitor}",
+                "job_name": job_of(monitor),
                 "static_configs": [{"targets": [target], "labels": labels}],
             }
             for monitor, target in targets.items()
@@ -116,7 +117,7 @@ class Prometheus:
 
     def _ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=5) as reply:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5) as reply:
                 return bool(reply.status == 200)
         except OSError:
             return False
@@ -144,7 +145,7 @@ class Prometheus:
         return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
 
     def _ask(self, what: str, **arguments: object) -> Any:
-        url = f"{self._url}/api/v1/{what}"
+        url = f"{self.url}/api/v1/{what}"
         data = urllib.parse.urlencode(arguments).encode() if arguments else None
         try:
             with urllib.request.urlopen(url, data, timeout=60) as reply:
