@@ -63,7 +63,8 @@ class Evaluation:
             self._ask(batch, until)
             self.running = [trial for trial in self.running if not hopeless(self.rows()[trial])]
             tell(self)
-            count = fitting(self._took, self.running, until - self._clock(), self._model.places)
+            left_s = until - self._clock()
+            count = fitting(self._took, len(batch), self.running, left_s, self._model.places)
 
     def rows(self) -> dict[Trial, ComparedRow]:
         """Compare each trial that has answers, dropped ones included, with dense attention on the same
@@ -80,7 +81,7 @@ class Evaluation:
         begun = self._clock()
         samples = [self._model.sample(prompt, session=False) for prompt in prompts]
         (dense,) = self._model.answers(samples, "dense", [0], None)
-        self._took["dense"] = (self._clock() - begun) / len(prompts)
+        self._took["dense"] = self._clock() - begun
         if not self.prompts:
             self.running = affordable(self.running, self._took["dense"], until - self._clock())
         self.prompts += prompts
@@ -104,7 +105,7 @@ class Evaluation:
         got = self._model.answers(samples, method, [trial.setting.blocks for trial in some], told)
         for trial, answers in zip(some, got, strict=True):
             self._answers.setdefault(trial, []).extend(answers)
-            self._took[str(trial)] = (self._clock() - begun) / len(some) / len(prompts)
+            self._took[str(trial)] = (self._clock() - begun) / len(some)
 
 
 def _read(trial: Trial) -> tuple[str, bool]:

@@ -132,15 +132,22 @@ def hopeless(row: ComparedRow) -> bool:
     return row.samples >= LEAST and row.kept_95 is not None and row.kept_95[1] < GOAL
 
 
-def fitting(took: Mapping[str, float], running: Sequence[Trial], left_s: float, most: int) -> int:
+def fitting(
+    took: Mapping[str, float], prompts: int, running: Sequence[Trial], left_s: float, most: int
+) -> int:
     """Return how many further prompts, at most `most`, fit into the time that is left; 0 without trials.
 
+    A longer batch is assumed to take longer in proportion, a shorter one at least half as long: decode steps
+    take as long for few prompts as for many.
+
     Args:
-        took: Seconds that a prompt of the latest batch took, by trial; key `dense` for dense attention.
+        took: Seconds that the latest batch took, by trial; key `dense` for dense attention.
+        prompts: The number of its prompts.
         running: The trials that will answer the next prompts.
     """
-    each_s = took["dense"] + sum(took[str(trial)] for trial in running)
-    return min(most, math.floor(left_s / max(each_s, 1e-9))) if running and left_s > 0 else 0
+    batches = left_s / max(took["dense"] + sum(took[str(trial)] for trial in running), 1e-9)
+    count = math.floor(prompts * (batches if batches >= 1 else 2 * batches - 1))
+    return max(0, min(most, count)) if running else 0
 
 
 @dataclass(frozen=True)
