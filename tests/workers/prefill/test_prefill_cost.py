@@ -6,6 +6,8 @@ import random
 from collections import deque
 from itertools import pairwise
 
+import pytest
+
 from deltafront.workers.messages.events import PrefillQueued
 from deltafront.workers.messages.stages import ChunkCommand, ChunkReport
 from deltafront.workers.messages.states import PrefillCost
@@ -110,6 +112,7 @@ class Group:
         config = PrefillConfig(stages=1, chunk_tokens=CHUNK, cache_tokens=1 << 20, max_waiting=1000)
         self.requests, self.sizes = PrefillRequests(config, 1, batch_tokens), ChunkSizes(CHUNK)
         self.predicted: dict[str, tuple[float, float | None]] = {}
+        self.compile_s = 0.0
         self.errors: list[float] = []
         self.coming: deque[tuple[float, int]] = deque()
         """Later prompts: when each arrives, and its tokens."""
@@ -135,6 +138,7 @@ class Group:
             return False
         each = [TRUE.seconds(command.start, command.start + command.tokens) for _, command in batch]
         seconds = (sum(each) - (len(each) - 1) * TRUE.chunk_s) * self.chance.gauss(1.0, 0.05)
+        seconds += self.compile_s
         self.now += seconds
         while self.coming and self.coming[0][0] <= self.now:
             at, tokens = self.coming.popleft()
@@ -211,6 +215,18 @@ def test_predicted_ttft_of_mixed_arrivals_is_within_15_percent_at_p90() -> None:
         group = Group(seed)
         group.learn()
         assert group.poisson(100, 0.1) < 0.15, seed
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_early_batch_that_compiles_hardly_changes_predictions(before: int) -> None:
+    group = Group(0, batch_tokens=4096)
+    group.run(before, 512)
+    group.compile_s = 4.0
+    group.run(8, 512)
+    group.compile_s = 0.0
+    group.run(64, 512)
+    assert group.error(64, 512) < 0.5
+    assert group.error(64, 2048) < 0.5
 
 
 def test_short_prompt_is_predicted_to_overtake_a_long_one() -> None:

@@ -2,7 +2,8 @@
 query and key. Pure.
 
 It is a recursive least-squares fit of a batch's seconds per token. Old batches are forgotten, errors are
-relative to the prediction, and no coefficient is negative.
+relative to the geometric mean of prediction and measurement, so that one slow batch weighs little, and no
+coefficient is negative.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CostFit:
         expected = sum(part * one for part, one in zip(self._parts, features, strict=True))
         if self._batches >= _SURE:
             found = min(max(found, expected * (1 - _OUTLIER)), expected * (1 + _OUTLIER))
-        weight = 1 / (expected or found or math.inf) ** 2
+        weight = 1 / ((expected or found) * found or math.inf)
         self._batches += 1
         for n, one in enumerate(features):
             self._products[n] = _KEPT * self._products[n] + weight * one * found
