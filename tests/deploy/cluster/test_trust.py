@@ -83,11 +83,10 @@ def connects(kube: Kube, namespace: str, pod: str, targets: list[tuple[str, int]
     return found
 
 
-def test_pods_connect_only_where_the_trust_table_permits(
-    deployed: Deployed, outside: dict[str, tuple[str, str]]
-) -> None:
+def check_table(deployed: Deployed, outside: dict[str, tuple[str, str]]) -> None:
+    """Compare every connection with the table. outside: (namespace, name) of pods of others."""
     kube = deployed.kube
-    pods = {group: kube.pods(group)[0] for group in PORTS}
+    pods = {group: ready_of(deployed, group)[0] for group in RAY} | {"redis": kube.pods("redis")[0]}
     cells = [(group, port) for group, ports in PORTS.items() for port in ports]
     targets = [(pods[group]["status"]["podIP"], port) for group, port in cells]
     askers = outside | {group: (NAMESPACE, pods[group]["metadata"]["name"]) for group in RAY}
@@ -104,6 +103,12 @@ def test_pods_connect_only_where_the_trust_table_permits(
     # Policies apply to a new pod after a moment.
     kube.until(lambda: not wrong(), "every cell as the table says", seconds=120.0)
     print(f"\nwho trusts whom: {len(cells) * len(askers)} cells as the table says")
+
+
+def test_pods_connect_only_where_the_trust_table_permits(
+    deployed: Deployed, outside: dict[str, tuple[str, str]]
+) -> None:
+    check_table(deployed, outside)
 
 
 def test_ray_pods_write_no_root_and_have_no_token(deployed: Deployed) -> None:
@@ -187,8 +192,11 @@ def certificates(deployed: Deployed) -> list[Object]:
 
 
 @pytest.mark.slow
-def test_with_tls_rays_ports_refuse_clients_without_a_certificate(deployed: Deployed) -> None:
+def test_with_tls_rays_ports_refuse_clients_without_a_certificate(
+    deployed: Deployed, outside: dict[str, tuple[str, str]]
+) -> None:
     with_tls(deployed)
+    check_table(deployed, outside)
     kube = deployed.kube
     of_cluster = {group: ready_of(deployed, group)[0] for group in RAY}
     (asker, *_) = ready_of(deployed, "door")
