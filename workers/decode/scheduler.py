@@ -65,6 +65,8 @@ class DecodeScheduler:
         self._gap_s = gap_s
         self._last_step = -math.inf
         """The time at which the last decode step began."""
+        self._turns_since_step, self._turn_s = 0, 0.0
+        """The prefill turns since that step, and the seconds of the last turn."""
         self._config = config
         self._eos_ids = frozenset(eos_ids)
         self._waiting: deque[DecodeRequest] = deque()
@@ -119,13 +121,13 @@ class DecodeScheduler:
             if firsts:
                 await self._sample_first(firsts)
                 self.drop_ended()
-            if (request := self._next_to_read()) is not None:
+            if (request := self._next_to_read()) is not None and self._turn_fits():
                 await self._read(request)
             self.drop_ended()
             if (pause := self._pause_s()) <= 0.0:
                 if self._running or self._ahead:
                     await self._decode()
-            elif self._next_to_read() is None:
+            elif self._next_to_read() is None or not self._turn_fits():
                 await self._woken_within(pause)
         if self._ahead:
             await self._decode()
@@ -136,6 +138,11 @@ class DecodeScheduler:
         """
         gap_s = self._gap_s() if self._running and not self._ahead else 0.0
         return self._last_step + gap_s - self._clock() if gap_s else 0.0
+
+    def _turn_fits(self) -> bool:
+        """Say whether a prefill turn may run now: one between two decode steps, and more if they end before
+        the next step is due."""
+        return not self._running or not self._turns_since_step or self._turn_s <= self._pause_s()
 
     async def _woken_within(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -208,6 +215,7 @@ class DecodeScheduler:
         began = self._clock()
         work = self._work(request, step, layers, last)
         outcome = await self._computed("appended tokens", [request], work)
+        self._turns_since_step, self._turn_s = self._turns_since_step + 1, self._clock() - began
         whole = len(layers) == request.layers
         if whole and isinstance(step, Read) and len(step.ids) == self._config.append_chunk_tokens:
             self.appended.add(len(step.ids), self._clock() - began)
@@ -297,7 +305,7 @@ class DecodeScheduler:
         pages_in_use = _use_pages(following)
         every = list(dict.fromkeys((*requests, *following)))
         outcome = await self._computed("a decode step", every, work)
-        self._last_step = began
+        self._last_step, self._turns_since_step = began, 0
         if launched is not None:
             launched.pages_in_use.close()
         chosen, ahead = outcome or ((), None)

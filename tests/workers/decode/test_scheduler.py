@@ -218,6 +218,35 @@ async def test_prefill_does_not_wait_for_the_gap_between_steps() -> None:
     await running
 
 
+async def test_prefill_turns_do_not_delay_a_step_that_is_due() -> None:
+    """Turns of 30 ms: of two between steps 45 ms apart, the second would delay the next step to 60 ms."""
+    paced, done, skew = Paced(0.045), list[str](), [0.0]
+    append, launch, asks = paced.append, paced.launch, paced.scene.request("asks", reads=True)
+
+    def turn(*given: Any) -> ReadResult:
+        skew[0] += 0.03
+        done.append("turn")
+        return append(*given)
+
+    def step(*given: Any) -> Step:
+        done.append("step")
+        return launch(*given)
+
+    paced.scheduler._clock = lambda: paced.clock() + skew[0]
+    paced.append, paced.launch = turn, step  # type: ignore[method-assign]
+    sampling = Sampling(max_tokens=9, ignore_eos=True)
+    paced.request.job = GenerateJob(request_id="answers", sampling=sampling)
+    asks.reads = deque(Read(start, array("I", [1])) for start in range(16, 22))
+    paced.scheduler.submit(asks)
+    running = asyncio.create_task(paced.scheduler.run())
+    async with asyncio.timeout(60):
+        while not asks.produced:
+            await asyncio.sleep(0.001)
+    assert done[:11] == ["turn", *["step", "turn"] * 5]
+    paced.scheduler.stop()
+    await running
+
+
 @pytest.mark.parametrize(("gap_s", "waiting"), [(0.0, True), (3_600.0, False)])
 async def test_steps_do_not_pause_without_a_gap_or_waiting_prompts(gap_s: float, waiting: bool) -> None:
     paced = Paced(gap_s)
