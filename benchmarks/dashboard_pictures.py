@@ -42,7 +42,7 @@ _OPTIONS = (f"--query.lookback-delta={5 * EVERY_S}s", "--storage.tsdb.retention.
 
 
 class Scrape(NamedTuple):
-    """What a target exposed. at: seconds since the epoch."""
+    """A target's exposition at one time. at: seconds since the epoch."""
 
     at: float
     instance: str

@@ -1,4 +1,4 @@
-"""What the door learns of the time between prefill and the first token."""
+"""Tests what a door expects between the end of prefill and the first token."""
 
 from __future__ import annotations
 
